@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 import tf_keras  # executed when something of it is used
+from absl import logging
 
 from loopwright import configurables, registry
 from loopwright.aliases import AnySource, DatasetFn
@@ -168,7 +169,12 @@ def set_globals(numerics: Numerics, gpus: Gpus = Gpus()) -> None:  # noqa: B008 
     registry.load("part", "configure_gpus")(gpus)
   if numerics.tf32 is not None:
     tf.config.experimental.enable_tensor_float_32_execution(numerics.tf32)
-  keras.config.set_floatx("float32")  # a keras.json may have another; run.precision sets the rest
+  if (floatx := keras.config.floatx()) != "float32":  # of keras.json or the program
+    logging.warning(
+      "keras.config.floatx() is %r, which a run sets to float32: give layers dtype=%r",
+      *(floatx, floatx),
+    )
+  keras.config.set_floatx("float32")
   randomness.seed_everything(numerics.seed)
   keras.config.set_dtype_policy(numerics.precision)
   lazy_keras.when_tf_keras_loads(

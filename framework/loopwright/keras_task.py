@@ -120,8 +120,8 @@ class KerasTask(Task):
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync > 1:
       self.compiled.require_separate_rows()
-    if placement.of(strategy).makes_variables:
-      _bring_here(model, strategy)
+    if tf.distribute.has_strategy():
+      _bring_here(model, strategy, must=placement.of(strategy).makes_variables)
     return model
 
   def source(self, split: str) -> AnySource:
@@ -238,16 +238,19 @@ def _optimizer_of(compiled: CompiledModel) -> Callable[[], KerasOptimizer]:
   return factory
 
 
-def _bring_here(model: Model, strategy: tf.distribute.Strategy) -> None:
+def _bring_here(model: Model, strategy: tf.distribute.Strategy, *, must: bool) -> None:
   """Makes each variable that is not of the strategy anew, in its scope (host).
 
   Raises:
-    ConfigError: a variable of tf_keras or TensorFlow itself, to which layers refer directly.
+    ConfigError: a variable that `must` be moved is of tf_keras or TensorFlow itself, to which
+      layers refer directly.
   """
   for variable in models.all_variables(model):
     if strategy.extended.variable_created_in_scope(models.raw(variable)):
       continue
     if not isinstance(variable, keras.Variable):
+      if not must:  # on one device
+        continue
       raise ConfigError(
         f"the model {model.name!r} was made outside of strategy.scope(), and its variable "
         f"{models.name(variable)!r} cannot be moved into it; pass a function that makes and "

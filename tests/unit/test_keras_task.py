@@ -257,19 +257,30 @@ def test_repeated_rows_of_an_embedding_update_it_once(mirrored):
 
 def run_task(task, model_dir, **options):
   given = {"train_steps": 4, "steps_per_loop": 2, "global_batch_size": BATCH, "shuffle": False}
-  given |= options
-  return run(task=task, model_dir=str(model_dir), strategy=factories.default, **given)
+  given |= {"strategy": factories.default, **options}
+  return run(task=task, model_dir=str(model_dir), **given)
 
 
-def test_a_run_trains_the_model_itself_with_its_own_optimizer(tmp_path):
-  ours, theirs = line(keras, optimizer=keras.optimizers.SGD(0.3)), line(keras)
-  theirs.compile(keras.optimizers.SGD(0.3), "mse")
+@pytest.mark.parametrize(
+  ("kind", "strategy"),
+  [(keras.optimizers.SGD, factories.default), (keras.optimizers.Lamb, factories.auto)],
+)
+def test_a_run_trains_the_model_itself_with_its_own_optimizer(kind, strategy, tmp_path):
+  ours, theirs = line(keras, optimizer=kind(0.3)), line(keras)
+  theirs.compile(kind(0.3), "mse")
   task = loopwright.from_keras(ours, X.astype(np.float64), TARGET, validation_data=(X, TARGET))
-  result = run_task(task, tmp_path)
+  result = run_task(task, tmp_path, strategy=strategy)
   theirs.fit(X[: 4 * BATCH], TARGET[: 4 * BATCH], batch_size=BATCH, shuffle=False, verbose=0)
   for mine, expected in zip(ours.get_weights(), theirs.get_weights(), strict=True):
     np.testing.assert_allclose(mine, expected, rtol=0, atol=1e-6)
   assert result["loss"] == pytest.approx(theirs.evaluate(X, TARGET, verbose=0), abs=1e-5)
+
+
+def test_a_floatx_that_a_run_replaces_is_named(tmp_path, caplog):
+  task = loopwright.from_keras(line(keras), X, TARGET)
+  keras.config.set_floatx("float64")
+  run_task(task, tmp_path, mode="train")
+  assert "floatx() is 'float64', which a run sets to float32: give layers dtype=" in caplog.text
 
 
 def test_another_optimizer_does_not_go_unnoticed(tmp_path):
