@@ -84,7 +84,7 @@ class Steps:
     self.repeats = self._same(first, self._step(0))
     self.by_step = not self._same(first, self._step(1))
     self.by_replica = not self._same(first, self._step(0, apart=False))
-    self.by_example = not self._same(first, self._step(0, first_id=1000))
+    self.by_example = not self._same(first, self._step(0, moved=1))
 
   def training(self) -> Iterator[Result]:
     """Checks that a step repeats with its seed and differs from other steps and replicas."""
@@ -286,13 +286,13 @@ class Steps:
     )  # fmt: skip
 
   def _step(
-    self, step: int, *, apart: bool = True, first_id: int = 0, batch: Rows | None = None
+    self, step: int, *, apart: bool = True, moved: int = 0, batch: Rows | None = None
   ) -> Outcome:
     self.bench.assign(self._start)
     self.bench.trainer.global_step.assign(step)
     self._apart.assign(int(apart))
     batch = batch or self._batch
-    return self.bench.step({**batch, "example_id": batch["example_id"] + first_id})
+    return self.bench.step({**batch, "example_id": np.roll(batch["example_id"], moved)})
 
   def _same(self, one: Outcome, other: Outcome) -> bool:
     """Whether updates and logged values of two steps are equal except for rounding."""
