@@ -21,7 +21,7 @@ def run(parsed: Parsed) -> int:
   from loopwright.run_folder import safetensors_files
   from loopwright.tools.runs.average import average
 
-  if parsed.values.to.endswith(safetensors_files.SUFFIX):
+  if any(safetensors_files.SUFFIX in path for path in (parsed.values.to, *parsed.arguments)):
     print(safetensors_files.average(parsed.arguments, parsed.values.to))
   else:
     print(average(parsed.arguments, parsed.values.to, batches=parsed.values.batches))

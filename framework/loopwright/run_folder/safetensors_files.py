@@ -111,8 +111,8 @@ def average(paths: Sequence[str], to: str) -> str:
   Raises:
     ConfigError: `to` exists; a file is missing or damaged, or has other variables than the first.
   """
-  if os.path.exists(to):
-    raise ConfigError(f"--to={to!r} exists; give a new file.")
+  if os.path.exists(to) or not to.endswith(SUFFIX):
+    raise ConfigError(f"--to={to!r} must be a new file, and end in {SUFFIX}.")
   with contextlib.ExitStack() as stack:
     opened = []
     for path in paths:
