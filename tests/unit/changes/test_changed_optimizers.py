@@ -11,6 +11,7 @@ import tf_keras
 
 from loopwright.configurables import changes, table
 from loopwright.errors import ConfigError
+from loopwright.models.task_state import TaskState
 from loopwright.optimizers import adapters, schedules
 from loopwright.optimizers.fusion import Gradients
 from loopwright.run_folder.checkpoints import CheckpointManager
@@ -122,6 +123,7 @@ class One:
       position=zero,
       cluster=SimpleNamespace(is_chief=True),
       reset_input=lambda: None,
+      state=TaskState(None),
       checkpoint_items=lambda: {
         "model": self.variables, "optimizers": {"default": self.optimizer.saved},
         "global_step": self.step,

@@ -121,7 +121,7 @@ def test_a_damaged_file_is_one_line(tmp_path, part):
 
 
 @loopwright.register
-class Line(toys.Regression):
+class OneLayer(toys.Regression):
   """y = x @ kernel + bias."""
 
   features = {"x": X, "y": X[:, 0]}
@@ -130,7 +130,7 @@ class Line(toys.Regression):
     return toys.network([3], keras.layers.Dense(1, name="head"))
 
 
-SGD = ("run.task = @Line()", "run.optimizer = @keras.SGD", "run.global_batch_size = 4")
+SGD = ("run.task = @OneLayer()", "run.optimizer = @keras.SGD", "run.global_batch_size = 4")
 
 
 def trained(folder, *more):
@@ -157,7 +157,7 @@ def test_a_run_is_exported_and_another_begins_with_it(tmp_path, replicas, capsys
   error = 2 * (X @ kernel[:, 0] + bias - X[:, 0])
   expected = kernel[:, 0] - 0.01 * error @ X / len(X)
   strategy = factories.mirrored(cpu_replicas=replicas) if replicas > 1 else factories.default()
-  trainer = runs.make_trainer(Line(), strategy, batch=len(X), optimizer=keras.optimizers.SGD)
+  trainer = runs.make_trainer(OneLayer(), strategy, batch=len(X), optimizer=keras.optimizers.SGD)
   WarmStart(path=str(tmp_path / "a" / "model.safetensors"), strict=True).apply(trainer)
   trainer.train(tf.constant(1))
   for replica in runs.copies(strategy, trainer.task.model.trainable_variables):
@@ -185,7 +185,7 @@ def test_without_the_package_it_is_one_line(tmp_path):
   program = (
     "import sys; sys.modules['safetensors'] = None\n"
     "from loopwright.run_folder import safetensors_files\n"
-    f"safetensors_files.average([{str(tmp_path / 'a.safetensors')!r}], 'b')"
+    f"safetensors_files.average([{str(tmp_path / 'a.safetensors')!r}], 'b.safetensors')"
   )
   done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
   assert "run: pip install 'loopwright[safetensors]'." in done.stderr
