@@ -18,17 +18,10 @@ PYTHON, GENERATOR = "Python value outside the checkpoint", "random generator out
 BUILDS, NUMBERS = "task differs between builds", "random numbers outside the checkpoint"
 # check, cause, in the detail, line
 DEFECTS = {
-  "Variable": (
-    *(STEP, "variable outside the checkpoint"), "Variable.baseline", "self.baseline.assign",
-  ),
   "Counter": (STEP, PYTHON, "Counter.progress", 'self.progress["steps"] += 1'),
   "History": (STEP, PYTHON, "History.history", "self.history.append"),
-  "Generator": (STEP, GENERATOR, "Generator.noise", "self.noise ="),
   "Stateful": (STEP, "stateful random op", "kernel", "tf.random.normal"),
   "NumpyNoise": (STEP, GENERATOR, "kernel", "np.random.normal"),
-  "Metric": (
-    *(STEP, "metric outside the checkpoint"), "Metric.mean_error", "self.mean_error.update_state",
-  ),
   "Late": (STEP, "variables created late", "head/kernel", "def build_model"),
   "Augmented": (BATCH, NUMBERS, "x of the resumed run", "tf.random.uniform"),
   "Shuffled": (BATCH, BUILDS, "Shuffled.order", "self.order ="),
@@ -51,7 +44,7 @@ def on_one_device(monkeypatch):
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-@pytest.mark.fast(name=["Counter", "Variable"])
+@pytest.mark.fast(name=["Counter"])
 def test_a_defect(name, on_one_device):
   check, cause, told, text = DEFECTS[name]
   kind = getattr(defects, name)
@@ -61,6 +54,12 @@ def test_a_defect(name, on_one_device):
   assert results[check].cause == cause
   assert told in results[check].detail
   assert results[check].place == place(kind, text)
+
+
+@pytest.mark.parametrize("kind", [defects.Generator, defects.Metric])
+def test_what_a_task_keeps_beside_its_model_is_restored(kind, on_one_device):
+  results = by_check(restore.check(sound.subject(kind)))
+  assert [each.check for each in results.values() if each.status == "failed"] == []
 
 
 def test_one_task_for_all_is_made_as_new(on_one_device):

@@ -10,21 +10,6 @@ import tensorflow as tf
 from loopwright import ArraySource
 
 
-class Variable(sound.Regression):
-  """A baseline kept in a tf.Variable beside the model."""
-
-  def build_model(self):
-    self.baseline = tf.Variable(
-      0.0, trainable=False, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
-    )
-    return super().build_model()
-
-  def forward(self, batch, training):
-    outputs = super().forward(batch, training)
-    self.baseline.assign(0.9 * self.baseline + 0.1)
-    return outputs - self.baseline
-
-
 class Counter(sound.Regression):
   """A curriculum that counts steps in Python, through numpy_function."""
 
