@@ -31,7 +31,7 @@ def compare(trainer: Trainer, graph: tf.Graph | None, *, wait: InputWait) -> Non
   equal = [*trainer.assigned.values()]
   equal += replica_state.averaged(trainer.task.model, equal=trainer.assigned)
   for one in trainer.parts.optimizers.values():
-    slots = [*one.optimizer.variables, *one.fusion.flats]
+    slots = [*one.optimizer.variables, *one.fusion.variables]
     saved, equal = [*saved, *slots], [*equal, *slots, *one.variables]
   saved += [place.variable for place in (*reachable(trainer.metrics), *reachable(wait))]
   trainer.state.examine(graph, saved=saved, equal=equal, transient=trainer.parts.observers)
