@@ -129,7 +129,7 @@ def _regularization_of_weights(
   usual: Callable[..., tf.Tensor | float], model: Model
 ) -> tf.Tensor | float:
   penalty = usual(model)
-  if _entered.batches and _reads(penalty, _entered.batches[-1][0]):
+  if _entered.batches and _reads(penalty, _entered.batches[-1][0], model):
     why, remedy = _entered.batches[-1][2]
     raise ConfigError(
       f"{why}, so rows are padded, and a layer's add_loss() or activity regulariser counts them: "
@@ -138,16 +138,18 @@ def _regularization_of_weights(
   return penalty
 
 
-def _reads(penalty: tf.Tensor | float, batch: Mapping[str, tf.Tensor]) -> bool:
-  """Whether the values of a traced penalty come from rows of the batch, not their number."""
+def _reads(penalty: tf.Tensor | float, batch: Mapping[str, tf.Tensor], model: Model) -> bool:
+  """Whether the values of a traced penalty come from rows, not their number or a weight's value."""
   rows = {id(tensor) for tensor in tf.nest.flatten(batch)}
   waiting: list[Any] = [penalty] if tf.is_symbolic_tensor(penalty) else []
+  weights = [getattr(models.raw(v), "assigned", {}) for v in models.all_variables(model)]
+  updated = {id(tensor) for weight in weights for tensor in weight.values()}  # on a mesh
   seen = set[int]()
   while waiting:
     tensor = waiting.pop()
     if id(tensor) in rows:
       return True
-    if id(tensor.op) not in seen and tensor.op.type != "Shape":
+    if id(tensor) not in updated and id(tensor.op) not in seen and tensor.op.type != "Shape":
       waiting += tensor.op.inputs
     seen.add(id(tensor.op))
   return False

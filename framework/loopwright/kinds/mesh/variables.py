@@ -132,10 +132,14 @@ class ModelParallelStrategy(tf.distribute.Strategy):
 
 
 class Variable(dtensor.DVariable):
-  """A variable on a mesh that the host reads, assigns and saves as if it were whole."""
+  """A variable on a mesh that the host reads, assigns and saves as if it were whole.
+
+  Attributes:
+    assigned: graph that is traced -> the tensor that it has assigned last, which it then reads.
+  """
 
   def __init__(self, *args: Any, **kwargs: Any) -> None:
-    self._assigned: weakref.WeakKeyDictionary[Any, tf.Tensor] = weakref.WeakKeyDictionary()
+    self.assigned: weakref.WeakKeyDictionary[Any, tf.Tensor] = weakref.WeakKeyDictionary()
     super().__init__(*args, **kwargs)
 
   def numpy(self) -> np.ndarray:
@@ -154,7 +158,7 @@ class Variable(dtensor.DVariable):
       chosen = tf.broadcast_to(condition, self.shape) if self.shape.rank else condition
       value = tf.where(chosen, value, self.read_value())
     if not tf.executing_eagerly():
-      self._assigned[tf.compat.v1.get_default_graph()] = value = tf.cast(value, self.dtype)
+      self.assigned[tf.compat.v1.get_default_graph()] = value = tf.cast(value, self.dtype)
     return super().assign(value, *args, **kwargs)
 
   def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
@@ -164,11 +168,11 @@ class Variable(dtensor.DVariable):
     """
     value = super()._read_variable_op(no_copy)
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    while graph is not None and graph not in self._assigned:
+    while graph is not None and graph not in self.assigned:
       graph = getattr(graph, "outer_graph", None)
     if graph is None:
       return value
-    assigned = tf.stop_gradient(self._assigned[graph])
+    assigned = tf.stop_gradient(self.assigned[graph])
     return assigned + (value - tf.stop_gradient(value)) if self.dtype.is_floating else assigned
 
   def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
