@@ -107,7 +107,9 @@ def test_it_trains_as_fit_does_and_the_base_stays(presets, make, options, replic
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("make", [classifier, language_model])
+@pytest.mark.parametrize(
+  "make", [classifier, pytest.param(language_model, marks=pytest.mark.whole)]
+)
 def test_a_checkpoint_holds_the_adapters_alone_and_goes_on_to_the_bit(presets, make, tmp_path):
   own = {
     classifier: ("@FineTunedClassifier()", "FineTunedClassifier", "bert"),
@@ -158,7 +160,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_goes_on_to_the_bit(presets, m
   np.testing.assert_allclose(kind.from_preset(str(to))(x), task.network(x), atol=1e-5)
 
 
-@pytest.mark.ci
+@pytest.mark.whole
 def test_gradients_through_8_bits_are_those_of_the_whole_numbers(presets):
   """Keras's own choice of layers turns them away: the tied output layer passes none by rounding."""
 
