@@ -18,7 +18,9 @@ loop_begins            host           before a loop
     step_ends          cross-replica  tells whether it has undone the step
 loop_ends              host           after a loop
 
-All calls between `loop_begins` and `loop_ends` are traced into the compiled loop.
+All calls between `loop_begins` and `loop_ends` are traced into the compiled loop. They are
+heard before the first `loop_begins`, as the loop is traced and examined before it runs; in eager
+mode and on a mesh, after it.
 """
 
 from __future__ import annotations

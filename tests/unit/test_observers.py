@@ -90,8 +90,8 @@ def test_an_observer_hears_everything_in_order(mirrored, replicas):
   ]
   cross = [e for e in observer.heard if e not in of_replicas]
   assert cross == [
-    ("loop_begins", 0, STEPS), "loop_starts", "step_begins", "batch_taken", "before_update",
-    "step_ends", ("loop_ends", STEPS, STEPS),
+    "loop_starts", "step_begins", "batch_taken", "before_update", "step_ends",
+    ("loop_begins", 0, STEPS), ("loop_ends", STEPS, STEPS),
   ]  # fmt: skip
   assert sorted(e for e in observer.heard if e in of_replicas) == sorted(of_replicas)
   assert (results["observed"], results["twos"]) == (7.0, 2.0)
