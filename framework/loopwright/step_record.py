@@ -14,7 +14,7 @@ from loopwright.errors import ConfigError
 from loopwright.graphs import operations, randomness
 from loopwright.graphs.autograph import as_written, converted, methods_as_written
 from loopwright.metrics import Checked, PerExample, Sum, Summed, Weighted
-from loopwright.models import models
+from loopwright.models import models, replica_state
 from loopwright.optimizers.updates import Assignments
 
 if TYPE_CHECKING:
@@ -134,7 +134,8 @@ def run(step: EvalStep, task_step: Callable[..., None], batch: Batch) -> None:
   """Calls `Task.train_step` or `Task.eval_step` with the batch and its "step", int64 [n]."""
   rows = tf.shape(batch["weight"])[:1] if "weight" in batch else [1]
   step.record.batch = {**batch, "step": tf.fill(rows, step.number)}
-  with step.surroundings(step.record.batch):
+  first_values = tf.variable_creator_scope(replica_state.made_at_once)
+  with step.surroundings(step.record.batch), first_values:
     converted(task_step)(step, step.record.batch)
 
 

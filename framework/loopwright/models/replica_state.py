@@ -77,6 +77,19 @@ def assign_result(
   strategy.extended.update(variable, assign_copy, args=args, group=False)
 
 
+def made_at_once(make: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
+  """Makes a variable of a traced step with its first value, as no later call would set it.
+
+  TensorFlow lifts first values out of the trace, but not those of several replicas.
+  """
+  several = tf.distribute.get_strategy().num_replicas_in_sync > 1
+  values = tf.nest.flatten(options.get("initial_value"))
+  if not several or any(map(tf.is_symbolic_tensor, values)):  # which nothing outside can compute
+    return make(**options)
+  with tf.init_scope():
+    return make(**options)
+
+
 def _may_differ(variable: tf.Variable) -> bool:
   differ = (tf.VariableAggregation.NONE, tf.VariableAggregation.MEAN)
   distributed = isinstance(variable, tf.distribute.DistributedValues)
