@@ -141,7 +141,7 @@ class Trainer(AbstractTrainer):
     self.source: Callable[[], AnySource] | None = None
     self.left_out: frozenset[int] = frozenset()
     self._iterator: Iterator[PerReplica] | None = None
-    self._read_to: int | None = None  # where in the data the iterator is
+    self._read_to: tuple[int, frozenset[int]] | None = None  # where the iterator is, without what
     self._checks, self._examined = trainer_checks.LoopChecks(), None
     self.assigned: dict[str, tf.Variable] = {}
     self.gradient_dtypes: set[str] = set()
@@ -213,7 +213,7 @@ class Trainer(AbstractTrainer):
     self._checks.warn_of_retracing(self.traces)
     self._checks.require_weight(self.metrics, self.parts.optimizers, before + done)
     self.counters.skip(round(results.pop("skipped") * ran) - undone)
-    self._read_to = position + ran * self.global_batch_size
+    self._read_to = position + ran * self.global_batch_size, self.left_out
     results["input_wait_s"] = clock.corrected(self._input_wait.seconds(results, ran))
     results["examples_per_second"] = ran * self.global_batch_size / seconds
     for observer in self.parts.observers:
@@ -396,10 +396,10 @@ class Trainer(AbstractTrainer):
 
   def _placed(self) -> int:
     """Returns the position, where the iterator is from here on: made if it is somewhere else."""
-    position = int(self.position.numpy())
-    if self._iterator is None or self._read_to != position:  # it is new, restored or behind
-      self._iterator, self._read_to = self.make_iterator(), position
-    return position
+    place = int(self.position.numpy()), self.left_out
+    if self._iterator is None or self._read_to != place:  # it is new, restored or behind
+      self._iterator, self._read_to = self.make_iterator(), place
+    return place[0]
 
   def _compiled(self) -> Any:
     return self.loop if self.eager else grappler.Compiled(self.loop)
