@@ -19,7 +19,7 @@ from loopwright.actions.base import Action
 from loopwright.configurables import changes as of_config
 from loopwright.declaration import Rule, declared, fixed
 from loopwright.errors import ConfigError
-from loopwright.host import modules, redaction
+from loopwright.host import redaction
 from loopwright.host.children import SOURCE
 from loopwright.inputs.fingerprint import BUCKETS, RATIO
 from loopwright.models import models
@@ -33,7 +33,6 @@ from loopwright.trainer import Trainer
 
 _LOOPS = ("steps_per_loop", "eval_every_steps", "checkpoint_every_steps")
 """Where loops end, which matters to an action that changes what is learned."""
-_JIT = "Trainer.jit_compile"
 _SHOWN = 3
 _UNSET = "(unset)"
 _MACRO = re.compile(r"%([\w./-]+)")
@@ -146,17 +145,12 @@ def changes(model_dir: str, part: str, values: Values) -> list[Change]:
   record = (history.records(model_dir) or [{}])[-1]
   before = record.get(part)
   if not isinstance(before, Mapping):
-    return []  # the folder is new, or from a version without a history
-  before = {name: modules.current(value) for name, value in _without_macros(before).items()}
-  values = {name: modules.current(value) for name, value in _without_macros(values).items()}
+    return []  # the folder is new
+  before, values = _without_macros(before), _without_macros(values)
   names = [n for n in {*values, *before} if not redaction.same(before.get(n), values.get(n))]
   in_both = values.keys() & before.keys()
-  if (before.get(_JIT), values.get(_JIT)) == ("False", "'auto'"):
-    names.remove(_JIT)  # False was the default
   if part == "data":
     names = [name for name in names if name in in_both]
-  elif "in_use" not in record:  # of a version that compared less
-    names = [name for name in names if name in before]
   names.sort(key=lambda name: (name not in in_both, name not in values, name))
   return [Change(n, values.get(n, _UNSET), before.get(n, _UNSET)) for n in names]
 

@@ -1,4 +1,4 @@
-"""The task of kept_run_0_1/, a run folder that the framework wrote when it was one flat folder."""
+"""The task of kept_run_0_1/, a run folder of version 0.1."""
 
 import keras
 import numpy as np

@@ -3,7 +3,6 @@
 import ast
 import configparser
 import email
-import importlib
 import os
 import re
 import subprocess
@@ -18,15 +17,13 @@ from packaging.utils import canonicalize_name
 
 import launch
 import loopwright
-from loopwright import going_on, tasks
-from loopwright.host import children, modules
-from loopwright.run_folder import history
+from loopwright.host import children
 
 ROOT = Path(launch.__file__).parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 BUILD = "from setuptools import build_meta; build_meta.build_wheel('.')"
 GIN = """
-import tasks.image_classification
+import loopwright.tasks.image_classification
 run.task = @ImageClassification()
 ImageClassification.data = @digits()
 run.global_batch_size = 64
@@ -73,7 +70,7 @@ def test_the_page_of_an_index_has_no_link_into_the_repository(wheel):
 @pytest.mark.whole
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_users_own_tasks_package_is_no_hindrance(wheel, tmp_path, installed):
-  """For a shipped config, for one of an old run folder, and for the user's own task."""
+  """For a shipped config, and for the user's own task."""
   if installed:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
   folder = tmp_path / "mine"
@@ -81,33 +78,14 @@ def test_a_users_own_tasks_package_is_no_hindrance(wheel, tmp_path, installed):
     (folder / package).mkdir(parents=True)
     (folder / package / "__init__.py").write_text("mine = True")
   (folder / "tasks" / "gan.py").write_text("import tasks\nassert tasks.mine\n")
-  (folder / "old.gin").write_text(GIN)
   (folder / "mine.gin").write_text(f"import tasks.gan\n{GIN}")
   source = tmp_path / "site" if installed else ROOT / "framework"
   path = {**os.environ, "PYTHONPATH": str(source)}
-  files = ("digits_cnn", "old.gin", "mine.gin")
-  for file in files:
+  for file in ("digits_cnn", "mine.gin"):
     done = subprocess.run(
       [*children.PROGRAM, "check", file], cwd=folder, capture_output=True, text=True, env=path
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_names_of_before_mean_the_shipped_tasks(tmp_path, monkeypatch):
-  text = "['tasks.gan', @tasks.gan.Gan(), 'tasks.mine', official.tasks.gan, my_tasks.gan]"
-  now = text.replace("'tasks.gan", "'loopwright.tasks.gan").replace("@tasks", "@loopwright.tasks")
-  installed = [place for place in sys.path if place not in ("", str(ROOT))]
-  for places in ([str(ROOT), *installed], [str(tmp_path), *installed]):
-    monkeypatch.setattr(sys, "path", places)
-    assert modules.current(text) == now
-    assert modules.current(text.replace("'tasks.gan", "'framework.tasks.gan")) == now
-    assert modules.current("framework.actions.best") == "loopwright.actions.best"
-    assert modules.current("framework.mine") == "framework.mine"
-  (tmp_path / "tasks").mkdir()
-  (tmp_path / "tasks" / "gan.py").touch()
-  importlib.invalidate_caches()
-  assert modules.current(text) == text
-  assert modules.current("tasks.vae") == "loopwright.tasks.vae"
 
 
 def test_no_task_exists_twice():
@@ -118,19 +96,6 @@ def test_no_task_exists_twice():
   )
   line = done.stderr.splitlines()[-1]
   assert line == "ImportError: Loopwright's tasks are loopwright.tasks; import that, not tasks."
-
-
-def test_history_sees_no_change_of_the_name(monkeypatch):
-  before = {"task": "tasks.gan.Gan", "garden_experiment.modules": "['tasks.garden_digits']"}
-  now = {name: value.replace("tasks.", "loopwright.tasks.") for name, value in before.items()}
-  monkeypatch.setattr(history, "records", lambda folder: [{"config": before}])
-  assert going_on.changes("m", "config", now) == []
-  other = {**now, "task": "loopwright.tasks.vae.Vae"}
-  [change] = going_on.changes("m", "config", other)
-  assert (change.name, change.now, change.before) == (
-    "task", "loopwright.tasks.vae.Vae", "loopwright.tasks.gan.Gan"
-  )  # fmt: skip
-  assert Path(tasks.__path__[0]).samefile(ROOT / "tasks")
 
 
 def requirements(lines):

@@ -20,7 +20,7 @@ from loopwright.configurables.values import (
 )
 from loopwright.declaration import declared, either_of, require
 from loopwright.errors import ConfigError, shown, suggest
-from loopwright.host import modules, redaction
+from loopwright.host import redaction
 
 EXAMPLES = {
   "run.task": (
@@ -84,9 +84,6 @@ def examine(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> Examina
     return Examination(Config([], [], []), [], Graph([]), [unread])
   table.register_roots()  # before a module of the user's can be in the way
   imports.make_importable(config.files)
-  config = config._replace(  # with the names that shipped tasks have now
-    imports=[(w, each._replace(module=modules.current(each.module))) for w, each in config.imports]
-  )
   found = list(_failed_imports(config))
   return examined(config, found)
 

@@ -130,7 +130,7 @@ def own_modules() -> dict[str, Path]:
   files = [(top, file) for top in folders for file in (*top.glob("*.py"), *top.glob("*/*.py"))]
   names = {".".join(file.relative_to(top).with_suffix("").parts): file for top, file in files}
   hidden = ("loopwright.", "framework.", "tests.", "benchmarks.")
-  names = {modules.current(n): f for n, f in names.items() if not n.startswith(hidden)}
+  names = {n: f for n, f in names.items() if not n.startswith(hidden)}
   shipped = {f"{modules.TASKS}.{file.stem}": file for file in modules.FOLDER.glob("*.py")}
   return {n: f for n, f in (names | shipped).items() if f.stem != "__init__"}
 

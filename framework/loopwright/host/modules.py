@@ -1,11 +1,6 @@
-"""Names of modules: those of the shipped tasks, now and before; names that two modules have.
-
-Each shipped task is a module of `loopwright.tasks`. Older run folders name it `tasks.gan` or
-`framework.tasks.gan`, as the package was called `framework`.
-"""
+"""Names of modules: those of the shipped tasks; names that two modules have."""
 
 import importlib.machinery
-import importlib.util
 import os
 import re
 import sys
@@ -15,37 +10,6 @@ from types import ModuleType
 
 TASKS = "loopwright.tasks"
 FOLDER = Path(__file__).parents[1] / "tasks"
-_BEFORE = re.compile(r"(?<![\w.])(?:framework\.)?tasks\.[A-Za-z_]\w*|(?<![\w.])framework\.\w+")
-
-
-def current(text: str) -> str:
-  """Returns a text with the names of our modules as they are now: loopwright.tasks.gan.
-
-  A module `tasks.gan` or `framework.tasks.gan` of the user's own keeps its name.
-  """
-  return _BEFORE.sub(lambda found: _current(found[0]), text)
-
-
-def _current(module: str) -> str:
-  name = module.removeprefix("framework.")
-  ours = FOLDER.parent.joinpath(*name.split("."))
-  if not ours.with_suffix(".py").is_file() and (name.startswith("tasks.") or not ours.is_dir()):
-    return module
-  theirs = _file_of(module)
-  is_theirs = theirs is not None and FOLDER.resolve() not in Path(theirs).resolve().parents
-  return module if is_theirs else f"loopwright.{name}"
-
-
-def _file_of(module: str) -> str | None:
-  """Returns the file that `import tasks.x` would execute; imports nothing."""
-  places, name = None, ""
-  for part in module.split("."):
-    name = f"{name}.{part}".lstrip(".")
-    found = importlib.machinery.PathFinder.find_spec(name, places)
-    if found is None:
-      return None
-    places = found.submodule_search_locations
-  return found.origin if found and found.has_location else None
 
 
 def users_folders() -> list[str]:

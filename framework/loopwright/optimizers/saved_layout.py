@@ -7,7 +7,7 @@ schedule. So a checkpoint of one kind of run fits the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -61,36 +61,13 @@ class SavedOptimizer(base.Trackable):
     saved = parts.setdefault(_RATE, SavedRate(rate, models.raw(optimizer.iterations)))
     if self._variable is None and isinstance(optimizer, keras.optimizers.Optimizer):
       listed.insert(1, saved)  # Keras 3 has its rate there too
-    self._whole = {**parts, _CONFIGURED: self._configured, _VARIABLES: _tracked(listed)}
-    unrated = {name: part for name, part in parts.items() if name != _RATE}
-    others = [one for one in listed if one is not saved]
-    self._without_rate = {**unrated, _VARIABLES: _tracked(others)}
-    self._parts = self._whole
+    self._parts = {**parts, _CONFIGURED: self._configured, _VARIABLES: _tracked(listed)}
 
-  def fit(self, parts: Collection[str]) -> None:
-    """Takes the layout of a checkpoint of this or an earlier version, until `settle` (host).
-
-    Args:
-      parts: the names of what the checkpoint has of this optimizer.
-    """
-    if _RATE not in parts:
-      self._parts = self._without_rate
-    elif _CONFIGURED not in parts:
-      self._parts = {name: part for name, part in self._whole.items() if name != _CONFIGURED}
-
-  def settle(self, *, changed: bool = False) -> None:
-    """Puts the config's learning rate in force if the restored one had another config (host).
-
-    Args:
-      changed: whether it had; asked for a checkpoint of an earlier version, which does not say.
-    """
-    known, had_rate = _CONFIGURED in self._parts, _RATE in self._parts
+  def settle(self) -> None:
+    """Puts the config's learning rate in force if the restored one had another config (host)."""
     before = float(self._configured.numpy())
-    self._parts = self._whole
     self._configured.assign(self.configured)
-    if self._variable is None:
-      return
-    if before != self.configured if known else changed or not had_rate:
+    if self._variable is not None and before != self.configured:
       self._variable.assign(self.configured)
 
   def _trackable_children(self, *_: Any, **__: Any) -> dict[str, Any]:

@@ -8,10 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from tensorflow.python.trackable import trackable_utils
 
 from loopwright.errors import ConfigError, first_line
-from loopwright.host import modules
 from loopwright.models import models
 from loopwright.optimizers.saved_layout import saved_shape
 from loopwright.run_folder import layout
@@ -20,8 +18,6 @@ from loopwright.run_folder.checkpoints import ASSETS, VALUE, variables_of
 if TYPE_CHECKING:
   from loopwright.trainer import Trainer
 
-_COPIES = ("/_trainable_variables/", "/_current_learning_rate/")
-"""In the keys of values that only checkpoints of earlier versions have, and nothing needs."""
 _NEW = ("ema", "loss_scale")
 """What a changed config may add: it begins where the run goes on."""
 _STATES = ("actions", "start")
@@ -65,13 +61,8 @@ class Fitting:
       for name in (*_STATES, *new)
       if hasattr(self.checkpoint, name) and not any(key.startswith(f"{name}/") for key in keys)
     }
-    optimizers = self.trainer.parts.optimizers
     for name in absent:
       delattr(self.checkpoint, name)
-    for name, optimizer in optimizers.items():
-      own = f"optimizers/{trackable_utils.escape_local_name(name)}/"
-      parts = {key.removeprefix(own).removesuffix(VALUE) for key in keys if key.startswith(own)}
-      optimizer.saved.fit(parts)
     of_task = [key.removeprefix("task/") for key in keys if key.startswith("task/")]
     try:
       with self.trainer.state.fitted(of_task, self.checkpoint):
@@ -79,8 +70,8 @@ class Fitting:
     finally:
       for name, item in absent.items():
         setattr(self.checkpoint, name, item)
-      for optimizer in optimizers.values():
-        optimizer.saved.settle(changed=bool(self.changed))
+      for optimizer in self.trainer.parts.optimizers.values():
+        optimizer.saved.settle()
     if "ema" in absent and ema is not None:
       ema.restart()
     for state in map(absent.get, _STATES):
@@ -94,7 +85,7 @@ class Fitting:
         raise ConfigError(
           f"checkpoint {path} was not written by this framework; choose another --model_dir."
         )
-      if value not in (saved, modules.current(saved)):
+      if value != saved:
         raise ConfigError(
           f"checkpoint {path} belongs to another experiment: its {name} is {saved!r}, but this "
           f"run's is {value!r}; choose another --model_dir."
@@ -151,7 +142,7 @@ class Fitting:
         rank = 0 if id(raw) in of_model else 2
         found.append((rank, f"{models.name(variable)!r} is {got} in it and {wanted} here"))
     for key in sorted(there.keys() - here.keys()):
-      if key.startswith(("model/", "optimizers/")) and not any(each in key for each in _COPIES):
+      if key.startswith(("model/", "optimizers/")):
         name = key.removesuffix(VALUE)
         rank = 1 if key.startswith("model/") else 3
         found.append((rank, f"{name!r} is {there[key]} in it and missing here"))

@@ -34,7 +34,7 @@ Values = Mapping[str, str]
 
 
 def starts(model_dir: str) -> set[str]:
-  """Returns the ids of all starts; lines of earlier versions have none (host)."""
+  """Returns the ids of all starts (host)."""
   return {str(record["start"]) for record in records(model_dir) if "start" in record}
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, Sequence[float]]
 """Short digest of a variable's place in a checkpoint -> number of elements, mean, deviation; then
-the first elements less the mean and divided by the deviation, except in earlier versions."""
+the first elements less the mean and divided by the deviation."""
 
 _EXACT = 1e-5
 _SAME_DRAW = 1e-4

@@ -1,4 +1,4 @@
-"""A run folder of an earlier layout of the framework: its checkpoint restores, its ledger proves.
+"""A run folder that version 0.1 wrote: its checkpoint restores, its ledger proves.
 
 tests/support/kept_run_0_1 holds 30 steps of metrics and ledger, and the checkpoint of step 20.
 """
@@ -29,7 +29,7 @@ def values(folder, name):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_it_goes_on_as_it_did_then(kept, replicas):
-  """From step 20 to 30, to the losses that the earlier version logged, dropout included."""
+  """From step 20 to 30, to the losses that it logged then, dropout included."""
   before = {name: values(kept, name) for name in ("loss", "gradient_norm", "loss_scale")}
   config = f"--gin_file={kept / 'operative_config.gin'}"
   on = f"--gin_param=auto.cpu_replicas = {replicas}"

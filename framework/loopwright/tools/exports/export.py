@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _FILES = {"saved_model.pb", "fingerprint.pb", "variables", "assets"}
 """What a SavedModel consists of."""
-_EARLIER = {"model.keras", "model.onnx", "model.tflite"}
-"""What exports of earlier versions have too."""
 _EXTRA = "assets.extra"
 MARK = f"{_EXTRA}/loopwright"
 """File in an export that says who wrote it; TensorFlow leaves that folder to others."""
@@ -114,9 +112,7 @@ def _is_export(path: str) -> bool:
   found = {
     f"{folder}{name}".rstrip("/") for folder in ("", f"{_EXTRA}/") for name in _names(path, folder)
   }
-  earlier = {*_EARLIER, *(f"{name}.tmp" for name in _EARLIER)}
-  earlier |= {f"{_EXTRA}/{name}" for name in ("examples.npz", "model.keras")}
-  return found <= {*_FILES, _EXTRA, MARK, *earlier}
+  return found <= {*_FILES, _EXTRA, MARK}
 
 
 def _names(path: str, folder: str) -> list[str]:
