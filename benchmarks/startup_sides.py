@@ -196,7 +196,7 @@ def _without_framework() -> None:
   loopwright.register = lambda made: made
   loopwright.ArraySource = lambda features: features
   loopwright.host, bounded.content = sys.modules["loopwright.host"], _content
-  loopwright.host.bounded, bounded.require_bytes = bounded, lambda *args: None
+  loopwright.host.bounded = bounded
 
 
 def _content(path: str, *unused: Any, **also_unused: Any) -> bytes:

@@ -7,7 +7,6 @@
   python -m benchmarks.trials power --snapshots 25     # copies of a mounted image; as root
   python -m benchmarks.trials cluster --trials 10      # two workers, and parameter servers
   python -m benchmarks.trials elastic --trials 40      # workers that are lost and come back
-  python -m benchmarks.trials fuzz --trials 100        # damaged and hostile files
 
 A module has kinds of trials (`KINDS`), and `prepare` returns what runs one: it gets a folder and
 random numbers of its own, which depend on the seed, the kind and the number alone. What a trial
@@ -35,7 +34,6 @@ from pathlib import Path
 MODULES = {
   "kills": "kill_trials", "exits": "exits", "starts": "double_starts", "disk": "disk_faults",
   "power": "power_loss", "cluster": "fault_trials", "elastic": "elastic_trials",
-  "fuzz": "fuzz_files",
 }  # fmt: skip
 
 

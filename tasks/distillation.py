@@ -19,7 +19,7 @@ import loopwright
 from loopwright import Batch, ConfigError, EvalStep, Loss
 from loopwright.host import bounded
 from loopwright.metrics import weighted_sum
-from loopwright.run_folder import checkpoint_files, h5, weight_files
+from loopwright.run_folder import checkpoint_files, weight_files
 from loopwright.tasks.image_classification import ImageClassification, ImageData, cnn, mlp
 
 _FILE = "teacher.npz"
@@ -154,7 +154,7 @@ def trained_weights(network: keras.Model, path: str) -> list[np.ndarray]:
 
 def _load_file(network: keras.Model, path: str) -> None:
   """Loads only weights: the model that a file describes may be of any size."""
-  found = h5.checked(weight_files.h5_content(path))
+  found = weight_files.h5_variables(path)
   if found and len(found) != len(network.weights):  # Keras leaves out what the network has not
     raise ValueError(f"it has {len(found)} variables, not {len(network.weights)}")
   network.load_weights(path)

@@ -21,7 +21,6 @@ import tensorflow as tf
 
 import loopwright
 from loopwright import ArraySource, Batch, ConfigError, Loss, Source, Task
-from loopwright.host import bounded
 from loopwright.metrics import Weighted, weighted_sum
 
 _LARGE = 2**14
@@ -113,19 +112,18 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 @loopwright.register
-def fashion_mnist(*, directory: str | None = None, max_bytes: int = bounded.MAX_BYTES) -> ImageData:
+def fashion_mnist(*, directory: str | None = None) -> ImageData:
   """The 60,000 + 10,000 28x28 images of Fashion-MNIST.
 
   Args:
     directory: folder of its four idx files, plain or .gz. None uses Debian's package
       dataset-fashion-mnist if it is installed, otherwise Keras's download.
-    max_bytes: the most memory that the array of one file may take.
   """
   if directory is None and not os.path.isdir(DEBIAN_FASHION_MNIST):
     return _downloaded_fashion_mnist()
   folder = directory or DEBIAN_FASHION_MNIST
   arrays = {
-    split: (_read(folder, images, max_bytes), _read(folder, labels, max_bytes))
+    split: (_read(folder, images), _read(folder, labels))
     for split, (images, labels) in _IDX.items()
   }
   return _in_memory(
@@ -142,7 +140,6 @@ def image_folder(
   class_names: Sequence[str] | None = None,
   channels: int = 3,
   resize: bool = True,
-  max_bytes: int = 2**28,
 ) -> ImageData:
   """Two folders of <class>/<image> files; see `ImageFolderSource`.
 
@@ -156,7 +153,6 @@ def image_folder(
       class_names=class_names,
       channels=channels,
       resize=resize,
-      max_bytes=max_bytes,
     )
     class_names = made[split].class_names
   return ImageData(
@@ -283,9 +279,9 @@ def _in_memory(splits: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> ImageData
   return ImageData(sources=sources, image_shape=shape, labels=int(labels.max()) + 1)
 
 
-def _read(folder: str, name: str, max_bytes: int) -> np.ndarray:
+def _read(folder: str, name: str) -> np.ndarray:
   plain = os.path.join(folder, name)
-  return loopwright.read_idx(plain if os.path.exists(plain) else f"{plain}.gz", max_bytes=max_bytes)
+  return loopwright.read_idx(plain if os.path.exists(plain) else f"{plain}.gz")
 
 
 def _downloaded_fashion_mnist() -> ImageData:

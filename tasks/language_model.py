@@ -69,7 +69,6 @@ class TextFiles:
     pattern: str = "*",
     leave_out: Sequence[str] = (),
     eval_fraction: float = 0.1,
-    max_bytes: int = bounded.MAX_BYTES,
   ) -> None:
     """Keeps its arguments; `documents` reads the files.
 
@@ -79,7 +78,6 @@ class TextFiles:
       leave_out: patterns for names of files and folders to leave out.
       eval_fraction: the share for evaluation. Of a single file, its end. Of a folder, about this
         share of the files, chosen by a hash of their names; so a new file moves no other.
-      max_bytes: the most memory that the documents of a split may take.
 
     Raises:
       ConfigError: `path` does not exist, or `eval_fraction` is out of range.
@@ -89,7 +87,7 @@ class TextFiles:
     if not 0 < eval_fraction < 1:
       raise ConfigError(f"TextFiles.eval_fraction is {eval_fraction}; it must be between 0 and 1.")
     self._path, self._pattern, self._leave_out = path, pattern, tuple(leave_out)
-    self._eval_fraction, self._max_bytes = eval_fraction, max_bytes
+    self._eval_fraction = eval_fraction
 
   def documents(self, split: str) -> list[bytes]:
     """Returns the documents of "train" or "eval" that are not empty, ordered by name.
@@ -107,17 +105,14 @@ class TextFiles:
     return documents
 
   def _parts(self, split: str) -> list[bytes]:
-    text = _read(self._path, self._max_bytes)
+    text = _read(self._path)
     cut = len(text) - round(len(text) * self._eval_fraction)
     return [text[cut:] if split == "eval" else text[:cut]]
 
   def _files(self, split: str) -> Iterator[bytes]:
-    together = 0
     for name in sorted(self._names()):
       if (_share(name) < self._eval_fraction) == (split == "eval"):
-        yield (text := _read(os.path.join(self._path, name), self._max_bytes))
-        together += len(text)
-        bounded.require_bytes(self._path, together, self._max_bytes)
+        yield _read(os.path.join(self._path, name))
 
   def _names(self) -> Iterator[str]:
     for folder, folders, files in os.walk(self._path):
@@ -142,9 +137,8 @@ def python_library(*, eval_fraction: float = 0.05) -> TextFiles:
   )
 
 
-def _read(path: str, max_bytes: int) -> bytes:
-  remedy = "make it readable, or leave it out"
-  return bounded.content(path, "a text", max_bytes=max_bytes, remedy=remedy)
+def _read(path: str) -> bytes:
+  return bounded.content(path, "a text", remedy="make it readable, or leave it out")
 
 
 def _share(name: str) -> float:

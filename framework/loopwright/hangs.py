@@ -4,7 +4,7 @@ The thread of the flight record (flight.py) calls `Watchdog.beat` twice a second
 it shows no progress for `run.hang_timeout_s`, or without that for ten times its usual time and at
 least a minute. Then every worker writes the stacks of its Python threads, finds out more about its
 phase, and the lowest worker that answers compares their records (inquiry.py). The request is a file
-in the run folder, which `loopwright stacks` writes too. docs/goodput.md has what is found.
+in the run folder. docs/goodput.md has what is found.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ class Watchdog:
         self._inquiry = registry.load("part", "Inquiry")(
           self._flight, self._trainer, self._model_dir, ends=self._ends
         )
-      if judged_after := self._inquiry.answer(asked.partition(" ")[0]):
-        self._judges_at = self._beat + judged_after
+      self._judges_at = self._beat + self._inquiry.answer()
     elif self._judges_at == self._beat and self._inquiry is not None:
       self._told = True
       self._inquiry.judge()
@@ -110,7 +109,7 @@ class Watchdog:
     elif stalled_s > limit_s:
       self._told = True
       with contextlib.suppress(OSError):
-        legs.ask(self._model_dir, legs.HANG)
+        legs.ask(self._model_dir)
 
   def _has_stepped(self) -> bool:
     """Whether the loop has done steps since this was last asked."""

@@ -12,7 +12,7 @@ from loopwright.flight import BEAT_S, TRAINING, Flight
 from loopwright.graphs.operations import operations
 from loopwright.hangs import READ_S, warn, within
 from loopwright.host import signals, stacks, threads
-from loopwright.run_folder import flights, layout, legs
+from loopwright.run_folder import flights, layout
 from loopwright.run_folder.legs import Leg
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class Inquiry:
     self._worker, self._size = trainer.cluster.index, trainer.cluster.size
     self._beats: Mapping[int, int] = {}
 
-  def answer(self, why: str) -> int:
-    """Writes the stacks; returns after how many beats to `judge`, 0 for never (host)."""
+  def answer(self) -> int:
+    """Writes the stacks; returns after how many beats to `judge` (host)."""
     leg = self._flight.leg
     if leg.phase[-1:] == [TRAINING]:
       leg.step = within(READ_S, lambda: int(self._trainer.global_step.numpy())) or leg.step
@@ -42,8 +42,6 @@ class Inquiry:
     who = f"worker {self._worker}, process {leg.process}"
     path = os.path.join(self._model_dir, layout.stacks(self._worker))
     stacks.write(path, f"{who}, step {leg.step}, {leg.doing}, {leg.unchanged_s:.1f} s")
-    if why != legs.HANG:
-      return 0
     self._beats = {worker: each.beat for worker, each in self._others().items()}
     return round(_ANSWERS_S / BEAT_S)
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -12,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import hang_trials, straggler_trials
-from loopwright import commands
 from loopwright.host import stacks, threads
 from loopwright.inquiry import verdict
-from loopwright.run_folder import layout, legs
+from loopwright.run_folder import layout
 from loopwright.run_folder.legs import Leg
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -76,24 +74,6 @@ def test_a_thread_that_waits_for_a_file_is_found(tmp_path):
   assert not any(fifo in each for each in threads.blocked_files())
 
 
-def test_a_process_without_a_handler_is_not_signalled():
-  with subprocess.Popen(["sleep", "60"]) as process:
-    assert not stacks.takes_signal(process.pid)
-    process.kill()
-  signal.signal(stacks.SIGNAL, lambda *_: None)
-  try:
-    assert stacks.takes_signal(os.getpid())
-  finally:
-    signal.signal(stacks.SIGNAL, signal.SIG_DFL)
-
-
-def test_stacks_of_a_run_that_has_ended_are_one_line(tmp_path, capsys):
-  os.mkdir(tmp_path / layout.FLIGHT)
-  legs.Writer(str(tmp_path), 0).write(Leg(began=1, first=True, ended="done"))
-  assert commands.main(["loopwright", "stacks", str(tmp_path)]) == 2
-  assert "no process trains in" in capsys.readouterr().err
-
-
 @pytest.fixture
 def hung(tmp_path):
   """A run of one process that hangs in its input, and goes on waiting; its folder."""
@@ -108,7 +88,7 @@ def hung(tmp_path):
   process.wait()
 
 
-def test_a_hang_is_told_and_stacks_are_printed_on_demand(hung, capsys):
+def test_a_hang_is_told_and_a_signal_writes_the_stacks(hung):
   process, folder = hung
   line = next(line for line in process.stderr if "hang:" in line)
   assert re.search(
@@ -118,15 +98,12 @@ def test_a_hang_is_told_and_stacks_are_printed_on_demand(hung, capsys):
   )
   written = (folder / layout.stacks(0)).read_text()
   assert "in deadlock" in written
-  assert commands.main(["loopwright", "stacks", str(folder)]) == 0
-  told = capsys.readouterr().out
-  assert told.startswith(f"worker 0, process {process.pid} on ")
-  assert "training: input (deadlock, hang_task.py" in told.splitlines()[0]
-  assert "in deadlock" in told
+  process.send_signal(stacks.SIGNAL)
+  deadline = time.monotonic() + 10
+  while "Current thread" not in (folder / layout.stacks(0)).read_text()[len(written) :]:
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
   assert process.poll() is None
-  process.send_signal(signal.SIGSTOP)
-  assert commands.main(["loopwright", "stacks", str(folder), "--wait_s=0.5"]) == 1
-  assert "no answer: it is stopped" in capsys.readouterr().out
 
 
 @pytest.mark.whole

@@ -55,7 +55,6 @@ PIECES = {  # of each strategy, action and source that a config can name
   "EarlyStopping": "test_actions.py::test_early_stopping_is_the_brute_force_whatever_the_restarts",
   "Export": "test_actions.py::test_export_serves_what_the_model_computes",
   "StopOnNonFinite": FAULTS["an example that is not finite"],
-  "NoiseScale": "test_noise_scale.py::test_it_is_that_of_numpy",
   "ModelFlops": "test_model_flops.py::test_a_step_has_the_flops_of_its_closed_form",
   "LayerStatistics": "test_layers.py::test_they_are_those_of_numpy",
   "Spikes": "test_spikes.py::test_the_steps_and_weights_are_those_of_numpy",

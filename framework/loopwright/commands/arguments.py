@@ -120,7 +120,6 @@ COMMANDS: Mapping[str, Command] = {
     "Compares two runs: bindings, data, versions, results.", "RUN RUN", example="diff runs/a runs/b"
   ),
   "goodput": Command("Tells where the wall time of a run went.", "RUN", example="goodput runs/a"),
-  "stacks": Command("Tells what the processes of a run do now.", "RUN", example="stacks runs/a"),
   "average": Command(
     "Averages the weights of runs: a model soup.",
     "RUN [RUN ...] --to=FOLDER",

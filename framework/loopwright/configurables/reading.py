@@ -18,7 +18,6 @@ from loopwright.host import bounded, redaction, urls
 
 MACRO = "gin.macro"
 _MOST_INCLUDES = 100
-_MAX_BYTES = 2**24
 """No gin file is longer; the memory to parse one is a few hundred times its size."""
 
 
@@ -142,9 +141,9 @@ def _read_file(config: Config, path: str, including: tuple[str, ...]) -> None:
   if urls.is_url(path):
     from loopwright.host import stores
 
-    data = stores.read(path, "a gin file", max_bytes=_MAX_BYTES)
+    data = stores.read(path)
   else:
-    data = bounded.content(path, "a gin file", max_bytes=_MAX_BYTES, remedy="make it readable")
+    data = bounded.content(path, "a gin file", remedy="make it readable")
   try:
     text = io.StringIO(data.decode("utf-8-sig"), newline=None).read()  # all kinds of line ends
   except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Reads files that may be damaged, hostile or endless: bounded memory, and one line for the user.
+"""Reads files that may be damaged, or none at all: one line for the user.
 
 size = require_file(path, "an .npz file")
 with reading(path, "save it again with numpy"):
@@ -8,18 +8,12 @@ with reading(path, "save it again with numpy"):
 from __future__ import annotations
 
 import contextlib
-import gzip
 import os
 import stat
-import zipfile
 from collections.abc import Iterator
-from typing import IO
 
 from loopwright.errors import ConfigError, first_line, printable
 
-MAX_BYTES = 2**30
-"""Default of `max_bytes`: the memory that reading one file may take."""
-_BLOCK = 2**20
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
@@ -82,94 +76,14 @@ def require_plain(folder: str) -> None:
           )
 
 
-def require_bytes(path: str, needed: int, max_bytes: int) -> None:
-  """Raises a ConfigError if reading a file would take more than `max_bytes` of memory."""
-  if needed > max_bytes:
-    raise ConfigError(
-      f"{path!r} would take {needed:,} bytes of memory, but max_bytes is {max_bytes:,}; raise it "
-      "if you trust the file."
-    )
-
-
-def require_archive(path: str, max_bytes: int, remedy: str) -> list[zipfile.ZipInfo]:
-  """Returns the members of a zip file; Python's `zipfile` holds them to the sizes they declare.
-
-  Raises:
-    ConfigError: see `require_file` and `require_bytes`; or it is damaged.
-  """
-  require_file(path, "a zip file")
-  with reading(path, remedy), zipfile.ZipFile(path) as archive:
-    members = archive.infolist()
-  require_bytes(path, sum(member.file_size for member in members), max_bytes)
-  return members
-
-
-class Reader:
-  """A local file, read in blocks; any error in it is a ConfigError.
-
-  Attributes:
-    path: of the file.
-    size: its length in bytes; None if it is being unpacked.
-  """
-
-  def __init__(self, path: str, what: str, remedy: str, *, unpack: bool = False) -> None:
-    """Opens the file; use it in a `with`.
-
-    Args:
-      path: local.
-      what: see `require_file`.
-      remedy: what to do if it is damaged.
-      unpack: whether to read the content of a gzipped file.
-
-    Raises:
-      ConfigError: see `require_file`; or it cannot be opened.
-    """
-    self.path, self._remedy = path, remedy
-    size = require_file(path, what)
-    with self._reading():
-      self._raw = open(path, "rb")  # noqa: SIM115 (closed by __exit__)
-      packed = unpack and self._raw.peek(2)[:2] == b"\x1f\x8b"
-    self._file: IO[bytes] | gzip.GzipFile = (
-      gzip.GzipFile(fileobj=self._raw) if packed else self._raw
-    )
-    self.size = None if packed else size
-
-  def read(self, size: int) -> bytes:
-    """Returns at most `size` bytes; fewer only at the end."""
-    with self._reading():
-      return self._file.read(size)
-
-  def seek(self, position: int) -> None:
-    """Continues at a byte of the file."""
-    with self._reading():
-      self._file.seek(position)
-
-  def read_into(self, view: memoryview) -> int:
-    """Fills a view of bytes; returns how many there were."""
-    done = 0
-    while done < len(view) and (block := self.read(min(_BLOCK, len(view) - done))):
-      view[done : done + len(block)] = block
-      done += len(block)
-    return done
-
-  def _reading(self) -> contextlib.AbstractContextManager[None]:
-    return reading(self.path, self._remedy)
-
-  def __enter__(self) -> Reader:
-    return self
-
-  def __exit__(self, *unused: object) -> None:
-    self._raw.close()
-
-
-def content(path: str, what: str, *, max_bytes: int, remedy: str) -> bytes:
+def content(path: str, what: str, *, remedy: str, max_bytes: int | None = None) -> bytes:
   """Returns the bytes of a file (any context).
 
   Raises:
-    ConfigError: see `require_file` and `require_bytes`; or it cannot be read.
+    ConfigError: see `require_file`; it cannot be read, or has more than `max_bytes`.
   """
-  with Reader(path, what, remedy) as file:
-    require_bytes(path, file.size or 0, max_bytes)
-    found = file.read(max_bytes + 1)  # it may have grown
-  require_bytes(path, len(found), max_bytes)
-  return found
+  size = require_file(path, what)
+  if max_bytes is not None and size > max_bytes:
+    raise ConfigError(f"{path!r} has {size:,} bytes, more than {max_bytes:,}; {remedy}.")
+  with reading(path, remedy), open(path, "rb") as file:
+    return file.read()

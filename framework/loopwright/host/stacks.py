@@ -7,7 +7,6 @@ import faulthandler
 import os
 import signal
 import time
-from pathlib import Path
 from typing import IO
 
 SIGNAL = signal.SIGUSR2
@@ -55,12 +54,3 @@ def _opened(path: str) -> IO[bytes]:
   if file.tell() > _MOST_BYTES:
     file.truncate(0)
   return file
-
-
-def takes_signal(process: int) -> bool:
-  """Whether a process of this machine has a handler for `SIGNAL`, which else would end it."""
-  with contextlib.suppress(OSError, StopIteration, ValueError):
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    caught = next(line for line in lines if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (SIGNAL - 1) & 1)
-  return False

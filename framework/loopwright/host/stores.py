@@ -183,22 +183,14 @@ class Store:
     return posixpath.join(self._root, name) if name else self._root
 
 
-def read(url: str, what: str, *, max_bytes: int) -> bytes:
+def read(url: str) -> bytes:
   """Returns the content of one file (host).
 
-  Args:
-    what: the file that is needed, such as "a gin file".
-
   Raises:
-    ConfigError: it is missing or larger, or the store cannot be reached.
+    ConfigError: it is missing, or the store cannot be reached.
   """
   store, name = parent(url)
   with reading(url):
-    about = store.files(name).get(name)
-    if about is None:
-      raise FileNotFoundError
-    if about.size > max_bytes:
-      raise ConfigError(f"{url!r} has {about.size:,} bytes; {what} has at most {max_bytes:,}.")
     return store.read(name)
 
 

@@ -1,10 +1,10 @@
-"""Arrays from files: .npz, folders of .npy, idx. What a header claims is checked first."""
+"""Arrays from files: .npz, folders of .npy, idx."""
 
 from __future__ import annotations
 
+import gzip
 import math
 import os
-import zipfile
 
 import numpy as np
 
@@ -14,28 +14,29 @@ from loopwright.host import bounded
 from loopwright.inputs.sources import READS
 
 _AGAIN, _SAVE = "download it again", "save it again with numpy"
-_NUMPY_COMPRESSION = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
-def read_idx(path: str, *, max_bytes: int = bounded.MAX_BYTES) -> np.ndarray:
+def read_idx(path: str) -> np.ndarray:
   """Reads a file in MNIST's idx format, plain or gzipped; returns it in native byte order (host).
 
   The format: http://yann.lecun.com/exdb/mnist.
 
   Args:
     path: of the file.
-    max_bytes: the most memory that the array may take.
 
   Raises:
-    ConfigError: no such file, not a complete idx file, or an array above `max_bytes`.
+    ConfigError: no such file, or not a complete idx file.
   """
-  with bounded.Reader(path, "an idx file", _AGAIN, unpack=True) as file:
-    return _idx(file, max_bytes)
+  content = bounded.content(path, "an idx file", remedy=_AGAIN)
+  if content[:2] == b"\x1f\x8b":
+    with bounded.reading(path, _AGAIN):
+      content = gzip.decompress(content)
+  return _idx(path, content)
 
 
 @may_change(READS)
-def load_arrays(path: str, *, max_bytes: int = bounded.MAX_BYTES) -> dict[str, np.ndarray]:
+def load_arrays(path: str) -> dict[str, np.ndarray]:
   """Loads an .npz file, or a folder of .npy files, as name -> array, for `ArraySource` (host).
 
   An .npz is read into memory. The .npy files of a folder are memory-mapped, so they may be larger
@@ -43,17 +44,15 @@ def load_arrays(path: str, *, max_bytes: int = bounded.MAX_BYTES) -> dict[str, n
 
   Args:
     path: of the file or folder.
-    max_bytes: the most memory that the arrays of an .npz may take.
 
   Raises:
-    ConfigError: no such file or folder, no arrays, damaged files, arrays of Python objects, or an
-      .npz above `max_bytes`.
+    ConfigError: no such file or folder, no arrays, damaged files, or arrays of Python objects.
   """
   if os.path.isdir(path):
     names = sorted(name for name in os.listdir(path) if name.endswith(".npy"))
     arrays = {name.removesuffix(".npy"): _mapped(os.path.join(path, name)) for name in names}
   elif path.endswith(".npz"):
-    arrays = _unzipped(path, max_bytes)
+    arrays = _unzipped(path)
   else:
     raise ConfigError(f"{path!r} is neither an .npz file nor a folder of .npy files; correct it.")
   if not arrays:
@@ -61,29 +60,21 @@ def load_arrays(path: str, *, max_bytes: int = bounded.MAX_BYTES) -> dict[str, n
   return arrays
 
 
-def _idx(file: bounded.Reader, max_bytes: int) -> np.ndarray:
-  head = file.read(4)
-  if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_DTYPES:
+def _idx(path: str, content: bytes) -> np.ndarray:
+  if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _IDX_DTYPES:
     raise ConfigError(
-      f"{file.path!r} is not an idx file: it begins with {head.hex(' ') or 'nothing'}, not with "
+      f"{path!r} is not an idx file: it begins with {content[:4].hex(' ') or 'nothing'}, not with "
       "00 00, a type and a number of axes; download it again."
     )
-  dtype, axes = np.dtype(_IDX_DTYPES[head[2]]), head[3]
-  sides = file.read(4 * axes)
-  begins = 4 + 4 * axes
-  if len(sides) < 4 * axes:
-    raise _not_as_implied(file.path, 4 + len(sides), f"at least {begins}")
-  shape = tuple(map(int, np.frombuffer(sides, ">u4")))
+  dtype, begins = np.dtype(_IDX_DTYPES[content[2]]), 4 + 4 * content[3]
+  if len(content) < begins:
+    raise _not_as_implied(path, len(content), f"at least {begins}")
+  shape = tuple(map(int, np.frombuffer(content[4:begins], ">u4")))
   implied = begins + math.prod(shape) * dtype.itemsize
-  if file.size not in (None, implied):
-    raise _not_as_implied(file.path, f"{file.size}", implied)
-  bounded.require_bytes(file.path, implied, max_bytes)
-  with bounded.reading(file.path, _AGAIN):
-    array = np.empty(shape, dtype)
-  there = begins + file.read_into(array.reshape(-1).view(np.uint8).data)
-  if there != implied or file.read(1):
-    raise _not_as_implied(file.path, there if there != implied else f"more than {there}", implied)
-  return array.astype(dtype.newbyteorder("="), copy=False)
+  if len(content) != implied:
+    raise _not_as_implied(path, len(content), implied)
+  array = np.frombuffer(content, dtype, offset=begins).reshape(shape)
+  return array.astype(dtype.newbyteorder("="))
 
 
 def _not_as_implied(path: str, size: int | str, implied: int | str) -> ConfigError:
@@ -104,14 +95,7 @@ def _mapped(path: str) -> np.ndarray:
   return array
 
 
-def _unzipped(path: str, max_bytes: int) -> dict[str, np.ndarray]:
+def _unzipped(path: str) -> dict[str, np.ndarray]:
   bounded.require_file(path, "an .npz file")
-  members = bounded.require_archive(path, max_bytes, _SAVE)
-  if any(each.compress_type not in _NUMPY_COMPRESSION for each in members):
-    raise ConfigError(f"{path!r} is compressed in a way that numpy does not use; {_SAVE}.")
   with bounded.reading(path, _SAVE), np.load(path, allow_pickle=False) as archive:
-    arrays: dict[str, np.ndarray] = {name: np.asarray(archive[name]) for name in archive.files}
-  # TensorFlow adds 24 bytes to each text.
-  sizes = [a.size * (a.itemsize + 24 * (a.dtype.kind in "SU")) for a in arrays.values()]
-  bounded.require_bytes(path, sum(sizes), max_bytes)
-  return arrays
+    return {name: np.asarray(archive[name]) for name in archive.files}

@@ -11,15 +11,12 @@ from absl import logging
 
 from loopwright.aliases import Batch
 from loopwright.declaration import may_change
-from loopwright.errors import ConfigError, is_integer, require_integer
+from loopwright.errors import ConfigError, is_integer
 from loopwright.graphs.autograph import as_written
 from loopwright.host import bounded
-from loopwright.inputs import image_headers
 from loopwright.inputs.checks import require
 from loopwright.inputs.sources import READS, ArraySource, Source
 
-MAX_IMAGE_BYTES = 2**28
-"""Default of `max_bytes` for one image: 89 million pixels of three channels."""
 _KINDS = {1: "JPEG or PNG", 3: "JPEG, PNG, GIF or BMP", 4: "PNG or BMP"}
 """What TensorFlow decodes to so many channels."""
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
@@ -42,7 +39,6 @@ class ImageFolderSource(Source):
     class_names: Sequence[str] | None = None,
     channels: int = 3,
     resize: bool = True,
-    max_bytes: int = MAX_IMAGE_BYTES,
   ) -> None:
     """Lists the files without reading them.
 
@@ -55,20 +51,17 @@ class ImageFolderSource(Source):
       resize: True resizes every image to `image_size`, without keeping its aspect ratio: by area
         averaging if both sides shrink (no aliasing), else bilinear. False makes another size an
         error.
-      max_bytes: the most memory that one image may take when it is decoded, and the largest file.
 
     Raises:
       ConfigError: no such folder, no class folders, no images, a file whose suffix is not that of a
-        JPEG, PNG, GIF or BMP, a file above `max_bytes`, or a wrong argument.
+        JPEG, PNG, GIF or BMP, or a wrong argument.
     """
     sides = tuple(image_size) if isinstance(image_size, Sequence) else (image_size,)
     if len(sides) != 2 or not all(is_integer(side, at_least=1) for side in sides):
       raise ConfigError(f"image_size is {image_size!r}; it must be (height, width) in pixels.")
     if channels not in _KINDS:
       raise ConfigError(f"channels is {channels!r}; it must be 1 (grey), 3 (RGB) or 4 (RGBA).")
-    require_integer("max_bytes", max_bytes, at_least=1)
     self.image_size, self.channels, self.resize = sides, channels, resize
-    self.max_bytes = max_bytes
     folders = _class_folders(directory)
     self.class_names = folders if class_names is None else [*class_names]
     if others := sorted({*folders} - {*self.class_names}):
@@ -77,7 +70,7 @@ class ImageFolderSource(Source):
         "or move it away."
       )
     self.numbered = {"label": self.class_names}
-    paths, labels = _labelled_files(directory, self.class_names, max_bytes)
+    paths, labels = _labelled_files(directory, self.class_names)
     self.num_examples = len(paths)
     self.files = ArraySource(
       features={"path": np.array(paths, np.bytes_), "label": np.array(labels, np.int32)}
@@ -102,53 +95,27 @@ class ImageFolderSource(Source):
       .map(as_written(lambda row, path: (row, *self._read(path))), tf.data.AUTOTUNE)
       .ignore_errors()
     )
-    nothing = tf.zeros([2], tf.int64)
-    end = tf.data.Dataset.from_tensors((count, self._blank(), nothing, nothing))
-    rows, images, sides, sizes = read.concatenate(end).batch(count).take(1).get_single_element()
+    end = tf.data.Dataset.from_tensors((count, self._blank(), tf.zeros([2], tf.int64)))
+    rows, images, sizes = read.concatenate(end).batch(count).take(1).get_single_element()
     images = self._none_missing(images, rows, paths)
-    images = self._none_large(images, sides, paths)
     return images if self.resize else self._all_fit(images, sizes, paths)
 
   def _blank(self) -> tf.Tensor:
     return tf.zeros([*self.image_size, self.channels], tf.uint8)
 
-  def _read(self, path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns an image of `image_size`, its sides as its header has them, and as decoded.
-
-    The image is blank if it is too large, as tf.io.decode_image trusts the header: 50 bytes can
-    make it take 12 GB. It is also blank if it must be resized, but `resize` is False.
-    """
-    content, sides = image_headers.first_image(tf.io.read_file(path))
-
-    def decoded() -> tuple[tf.Tensor, tf.Tensor]:
-      image = tf.io.decode_image(content, self.channels, expand_animations=False)
-      size = tf.shape(image, tf.int64)[:2]
-      if self.resize:
-        return _resized(image, self.image_size), size
-      return tf.cond(tf.reduce_all(size == self.image_size), lambda: image, self._blank), size
-
-    small = self._bytes(sides) <= self.max_bytes
-    image, size = tf.cond(small, decoded, lambda: (self._blank(), sides))
-    return image, sides, size
-
-  def _bytes(self, sides: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_prod(sides, axis=-1) * self.channels
+  def _read(self, path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns an image of `image_size`, blank if it must not be resized to it, and its own size."""
+    image = tf.io.decode_image(tf.io.read_file(path), self.channels, expand_animations=False)
+    size = tf.shape(image, tf.int64)[:2]
+    if self.resize:
+      return _resized(image, self.image_size), size
+    return tf.cond(tf.reduce_all(size == self.image_size), lambda: image, self._blank), size
 
   def _none_missing(self, images: tf.Tensor, rows: tf.Tensor, paths: tf.Tensor) -> tf.Tensor:
     there = rows == tf.range(tf.size(rows, tf.int64))
     message = [_first(paths, ~there), f" cannot be read as an image of {self.channels} channels; "]
     message.append(f"remove it, or replace it by a complete {_KINDS[self.channels]} file.")
     return require(tf.reduce_all(there), images, message)
-
-  def _none_large(self, images: tf.Tensor, sides: tf.Tensor, paths: tf.Tensor) -> tf.Tensor:
-    large = self._bytes(sides) > self.max_bytes
-    needed = tf.strings.as_string(_first(self._bytes(sides), large))
-    message = [_first(paths, large), " is ", _shown(_first(sides, large))]
-    message += [" (height x width) and would take ", needed, " bytes, but max_bytes is "]
-    message.append(
-      f"{self.max_bytes:,}; raise it if you trust the file, or make the image smaller."
-    )
-    return require(~tf.reduce_any(large), images, message)
 
   def _all_fit(self, images: tf.Tensor, sizes: tf.Tensor, paths: tf.Tensor) -> tf.Tensor:
     other = tf.reduce_any(sizes != self.image_size, axis=1)
@@ -170,13 +137,11 @@ def _class_folders(directory: str) -> list[str]:
   return names
 
 
-def _labelled_files(
-  directory: str, class_names: Sequence[str], max_bytes: int
-) -> tuple[list[bytes], list[int]]:
+def _labelled_files(directory: str, class_names: Sequence[str]) -> tuple[list[bytes], list[int]]:
   paths, labels = [], []
   for label, name in enumerate(class_names):
     folder = os.path.join(directory, name)
-    files = _image_files(folder, max_bytes) if os.path.isdir(folder) else []
+    files = _image_files(folder) if os.path.isdir(folder) else []
     if not files:
       logging.warning("the class folder %r has no images", os.path.join(directory, name))
     paths += files
@@ -189,7 +154,7 @@ def _labelled_files(
   return paths, labels
 
 
-def _image_files(folder: str, max_bytes: int) -> list[bytes]:
+def _image_files(folder: str) -> list[bytes]:
   entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
   for entry in sorted(entries, key=lambda entry: entry.name):
     if not entry.name.lower().endswith(IMAGE_SUFFIXES):
@@ -197,7 +162,7 @@ def _image_files(folder: str, max_bytes: int) -> list[bytes]:
         f"{entry.path!r} is not an image; a class folder may only hold files that end in "
         f"{', '.join(IMAGE_SUFFIXES)}: move it away."
       )
-    bounded.require_bytes(entry.path, bounded.require_file(entry.path, "an image"), max_bytes)
+    bounded.require_file(entry.path, "an image")
   return sorted(os.fsencode(entry.path) for entry in entries)
 
 

@@ -1,11 +1,10 @@
-"""What is damaged in a run folder, a line each; of a checkpoint it reads index and start."""
+"""What is damaged in a run folder, a line each; of a checkpoint it reads the index's end."""
 
 from __future__ import annotations
 
 import contextlib
 import glob
 import os
-import re
 from collections.abc import Iterator
 
 from loopwright.host import json_lines
@@ -14,16 +13,7 @@ from loopwright.run_folder.folders import CHECKPOINTS, CONFIG, HISTORY, METRICS,
 
 _MAGIC = bytes.fromhex("57fb808b247547db")
 """The end of a table of LevelDB, which an index is."""
-_DIGITS, _MOST_BYTES, _MOST_INDEX = "[0-9]" * 5, 2**16, 2**26
-_ID_BYTES = 37
-_VARINT = rb"([\x80-\xff]*[\x00-\x7f])"
-_START = re.compile(
-  rb"rt/\.ATTRIBUTES/py_state\x08\x07\x12\x00(?:\x18%s)?(?:\x20%s)?\x28%c"
-  % (_VARINT, _VARINT, _ID_BYTES),
-  re.DOTALL,
-)
-"""In an index: the key of a start's id, without what it shares with the key before, and the place
-of its value (BundleEntryProto): a text, shard, offset, size. See fitting.py."""
+_DIGITS, _MOST_BYTES = "[0-9]" * 5, 2**16
 
 
 def faults(run: Run, name: str) -> list[str]:
@@ -78,10 +68,6 @@ def _of_checkpoints(run: Run) -> Iterator[str]:
         yield fault
   if run.is_running():
     return
-  known = {start.get("start") for start in run.starts} - {None}
-  for path in (os.path.join(top, f"ckpt-{step}") for step in steps) if known else ():
-    if (start := _start_that_wrote(path)) and start not in known:
-      yield f"{path!r} was written by a start that {HISTORY} does not have: it is of another run."
   logged, newest = run.log.last, max(steps, default=0)
   every = run.whole_number("run.checkpoint_every_steps")
   was_saved = run.start.get("step") or os.path.isdir(top) or (every and logged >= every)
@@ -111,23 +97,6 @@ def _of_checkpoint(path: str) -> str:
     if data not in found:
       return f"{data!r} is missing."
   return ""
-
-
-def _start_that_wrote(path: str) -> str:
-  """Returns the id of the start that wrote a checkpoint, as history.jsonl has it; "" if none."""
-  with contextlib.suppress(OSError, ValueError), open(f"{path}.index", "rb") as index:
-    if found := _START.search(index.read(_MOST_INDEX)):
-      shard, offset = map(_number, found.groups(b""))
-      [data] = glob.glob(f"{glob.escape(path)}.data-{shard:05d}-of-{_DIGITS}")[:1]
-      with open(data, "rb", opener=_without_waiting) as file:
-        file.seek(offset)
-        text = file.read(_ID_BYTES)[5:].decode("ascii", "replace")  # after its length and checksum
-      return text if text.isalnum() else ""
-  return ""
-
-
-def _number(varint: bytes) -> int:
-  return sum((byte & 127) << 7 * place for place, byte in enumerate(varint))
 
 
 def _start_of(path: str) -> bytes:

@@ -21,7 +21,7 @@ from loopwright.host import bounded, json_lines
 from loopwright.run_folder import layout
 from loopwright.run_folder.legs import COLLECTIVE, COMPUTE, FINEST_S, INPUT, Leg, bucket_of
 
-_MAX_BYTES, _LAST_BYTES = 2**26, 2**16
+_LAST_BYTES = 2**16
 _REMEDY = "move it away to go on without it"
 _FILE = re.compile(r"(\d{1,6})\.jsonl")
 _BUCKET = re.compile(r"-?\d{1,3}")
@@ -43,11 +43,11 @@ def read(model_dir: str, *, last_bytes: int | None = None) -> dict[int, list[Leg
   folder = Path(model_dir, layout.FLIGHT)
   names = (_FILE.fullmatch(each) for each in os.listdir(folder)) if folder.is_dir() else ()
   for name in filter(None, names):
-    with bounded.Reader(str(folder / name[0]), "a flight record", _REMEDY) as file:
-      if last_bytes is None:
-        bounded.require_bytes(file.path, file.size or 0, _MAX_BYTES)
-      file.seek(max(0, (file.size or 0) - (last_bytes or _MAX_BYTES)))
-      text = file.read(_MAX_BYTES)
+    path = str(folder / name[0])
+    size = bounded.require_file(path, "a flight record")
+    with bounded.reading(path, _REMEDY), open(path, "rb") as file:
+      file.seek(max(0, size - (last_bytes or size)))
+      text = file.read()
     if legs := of_lines(text.decode(errors="replace").splitlines()):
       found[int(name[1])] = legs
   return dict(sorted(found.items()))

@@ -317,9 +317,7 @@ def _content(path: str) -> str:
   if not os.path.lexists(path):
     return ""
   remedy = "move it away to go on without it"
-  return bounded.content(path, "a file", max_bytes=_MAX_BYTES, remedy=remedy).decode(
-    errors="replace"
-  )
+  return bounded.content(path, "a file", remedy=remedy).decode(errors="replace")
 
 
 def _history(path: str) -> Lines:

@@ -24,8 +24,6 @@ from loopwright.run_folder import layout
 
 BEGAN = "LOOPWRIGHT_BEGAN"
 """The variable that tells the first processes of a local cluster when its own process began."""
-HANG, STACKS = "hang", "stacks"
-"""Why a process asks all for their stacks."""
 INPUT, COMPUTE, COLLECTIVE = "input", "compute", "collective"
 FINEST_S, _LEAST_S = 1.05, 1e-6
 _RECENT = 9
@@ -50,7 +48,7 @@ class Leg:
     phase: what the process did when the line was written, the innermost last.
     unchanged_s: since when, or since its last sign of progress.
     beat: counts up while the process lives.
-    doing: what a hang, or a question for stacks, has found out about `phase`.
+    doing: what a hang has found out about `phase`.
     ended: "done", "preempted" or "failed"; "" before the end, and after a kill.
   """
 
@@ -152,16 +150,16 @@ def age_s() -> float:
   return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
 
 
-def ask(model_dir: str, why: str) -> None:
+def ask(model_dir: str) -> None:
   """Asks all processes of a run for their stacks (host)."""
   path = Path(model_dir, layout.FLIGHT, layout.ASKED)
   new = path.with_name(f"{layout.ASKED}.{uuid.uuid4().hex}.tmp")
-  new.write_text(f"{why} {uuid.uuid4().hex}")
+  new.write_text(uuid.uuid4().hex)
   new.replace(path)
 
 
 def asked(model_dir: str) -> str:
-  """Returns the last request and its id; "" if there is none (host)."""
+  """Returns the id of the last request; "" if there is none (host)."""
   with contextlib.suppress(OSError, ValueError):
     return Path(model_dir, layout.FLIGHT, layout.ASKED).read_text()[:100]
   return ""

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import h5py
 import keras
 import numpy as np
 import tensorflow as tf
@@ -58,7 +59,7 @@ def contents(source: str, match: Match = "name") -> Iterator[dict[str, Stored]]:
   if match == "path":
     raise ConfigError(f"WarmStart.match is 'path', but {source!r} has names; remove match.")
   if source.endswith(KERAS):
-    yield _of_h5(h5_content(source), source)
+    yield _of_h5(source)
     return
   with safetensors_files.contents(source) as found:
     yield found
@@ -72,23 +73,20 @@ def parts(source: str) -> list[str]:
   return safetensors_files.shards(source) if source.endswith(FILES) else [f"{source}.index"]
 
 
-def h5_content(source: str) -> bytes:
-  """Returns the HDF5 file that a Keras file is, or has in it (host).
+def h5_variables(source: str) -> dict[str, h5py.Dataset]:
+  """Returns the variables of the HDF5 file that a Keras file is, or has in it (host).
 
   Raises:
-    Exception: it is damaged; whatever `zipfile` raises. A ConfigError: it has no end.
+    Exception: it is damaged; whatever `zipfile` or h5py raises. A ConfigError: it is no file.
   """
   if os.path.exists(source):
     bounded.require_file(source, "a Keras file")  # a pipe or a device may have no end
   with tf.io.gfile.GFile(source, "rb") as file:
     content = file.read()
-  if not source.endswith(".keras"):
-    return content
-  with zipfile.ZipFile(io.BytesIO(content)) as archive:
-    member = archive.getinfo("model.weights.h5")
-    # Keras does not compress, so nothing is larger than its archive, except in a small file.
-    bounded.require_bytes(source, member.file_size, max(bounded.MAX_BYTES, len(content)))
-    return archive.read(member)
+  if source.endswith(".keras"):
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+      content = archive.read("model.weights.h5")
+  return h5.variables(h5py.File(io.BytesIO(content), "r"))
 
 
 def _of_checkpoint(reader: tf.train.CheckpointReader, match: Match) -> dict[str, Stored]:
@@ -127,8 +125,8 @@ def _saved(reader: tf.train.CheckpointReader) -> Iterator[tuple[str, str, str]]:
           yield h5.plain(attribute.full_name), path_of(child_path), attribute.checkpoint_key
 
 
-def _of_h5(content: bytes, source: str) -> dict[str, Stored]:
-  found = h5.checked(content)
+def _of_h5(source: str) -> dict[str, Stored]:
+  found = h5_variables(source)
   if not found:
     raise ConfigError(
       f"WarmStart.path {source!r} does not name its layers, as is usual for tf_keras or an older "

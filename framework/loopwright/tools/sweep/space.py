@@ -26,7 +26,7 @@ _VARY = re.compile(r"\s*([^\s=,]+(?:\s*,\s*[^\s=,]+)*)\s*=\s*(\S.*?)\s*", re.DOT
 _RANGE = re.compile(r"(uniform|log|int|log_int)\(([^()]*)\)")
 _FORMS = "a list such as [1, 2], or uniform(low, high), log(low, high), int(low, high) or "
 _FORMS += "log_int(low, high)"
-_MOST_VALUES, _MAX_BYTES = 1000, 2**20
+_MOST_VALUES = 1000
 Result = TypeVar("Result")
 
 
@@ -104,9 +104,7 @@ def read(vary: Sequence[str], file: str | None, *, listed: bool) -> list[Dimensi
   """
   lines = list(vary)
   if file is not None:
-    content = bounded.content(
-      file, "a file of --vary lines", max_bytes=_MAX_BYTES, remedy="mend it"
-    )
+    content = bounded.content(file, "a file of --vary lines", remedy="mend it")
     stripped = map(str.strip, content.decode(errors="replace").splitlines())
     lines += [line for line in stripped if line and not line.startswith("#")]
   if not lines:
