@@ -27,7 +27,6 @@ import loopwright
 from loopwright import Batch, ConfigError, EvalStep, Loss, Step, StreamSource, Task
 from loopwright.errors import kind
 from loopwright.graphs.autograph import as_written, converted
-from loopwright.host import modules as names
 from loopwright.metrics import Weighted
 from loopwright.strategies import placement
 
@@ -343,7 +342,7 @@ class _Applied:
 
 def _official(module: str) -> Any:
   try:
-    return importlib.import_module(names.current(module))
+    return importlib.import_module(module)
   except ImportError as error:
     raise ConfigError(
       f"{module} of the Model Garden cannot be imported ({error}); start with "
