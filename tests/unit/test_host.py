@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import gc
+import threading
 
 import keras
 import numpy as np
@@ -28,7 +30,10 @@ class Linear(toys.Regression):
 
 
 class Counted:
-  """Operations that the host starts, and tensors that it reads, within `counting`."""
+  """Operations that this thread starts, and tensors that it reads, within `counting`.
+
+  Not those of objects that another test left to be collected.
+  """
 
   def __init__(self):
     self.counts = []
@@ -36,20 +41,24 @@ class Counted:
   @contextlib.contextmanager
   def counting(self, monkeypatch):
     found, read = {"operations": 0, "reads": 0}, ops._EagerTensorBase._numpy
+    own = threading.get_ident()
 
     def started(*unused, **unused_too):
       found["operations"] += 1
 
     def reading(tensor):
-      found["reads"] += 1
+      found["reads"] += threading.get_ident() == own
       return read(tensor)
 
     with monkeypatch.context() as patch:
       patch.setattr(ops._EagerTensorBase, "_numpy", reading)
       op_callbacks.add_op_callback(started)
+      gc.collect()
+      gc.disable()
       try:
         yield
       finally:
+        gc.enable()
         op_callbacks.remove_op_callback(started)
     self.counts.append(found)
 

@@ -176,11 +176,17 @@ class TimeBudget(Action):
       self.run.metrics_log.append(self.run.step, "time", values)
 
   def parts(self) -> dict[str, float]:
-    """Returns part -> seconds (host)."""
+    """Returns part -> seconds (host).
+
+    What is measured in the steps may overlap: the first input is waited for while the loop starts.
+    Where that leaves less than no time to compute, these parts share the time in proportion.
+    """
     seconds = dict(self.watch.seconds)
-    in_step = {name: value for name, value in self._in_step.items() if value > 0}
+    training, inner = seconds.pop(TRAINING, 0.0), sum(self._in_step.values())
+    share = min(1.0, training / inner) if inner else 0.0
+    in_step = {name: share * value for name, value in self._in_step.items() if value > 0}
     compute = "compute" if self._separable else "compute and communication"
-    seconds[compute] = seconds.pop(TRAINING, 0.0) - sum(in_step.values())
+    seconds[compute] = max(0.0, training - inner)
     return seconds | in_step
 
 
