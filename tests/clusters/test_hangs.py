@@ -122,3 +122,32 @@ def test_the_slow_one_of_two_workers_is_known_by_its_own_times(tmp_path):
   assert (told.slow.worker, told.slow.phase) == (1, "compute")
   assert told.times[1]["compute"].p50 >= 0.39
   assert told.times[0]["collective"].p50 >= 0.2
+
+
+ENDS = """
+import sys, tempfile, time
+sys.path.insert(0, sys.argv[1])
+import keras, numpy as np, tensorflow as tf, toys
+from loopwright.running import run
+
+class Slow(toys.Regression):
+  features = {"x": np.ones([8, 2], np.float32)}
+  def build_model(self):
+    return toys.network([2], keras.layers.Dense(1))
+  def preprocess(self, batch, training):
+    def wait(weight):
+      time.sleep(1.0)
+      return weight
+    weight = tf.numpy_function(wait, [batch["weight"]], tf.float32)
+    return {**batch, "weight": tf.ensure_shape(weight, batch["weight"].shape)}
+  def losses(self, outputs, batch):
+    return tf.square(outputs)
+
+run(task=Slow(), train_steps=2, steps_per_loop=2, global_batch_size=4, mode="train",
+    model_dir=tempfile.mkdtemp())
+"""
+
+
+def test_a_program_ends_while_its_input_calls_python():
+  support = str(Path(__file__).parents[1] / "support")
+  subprocess.run([sys.executable, "-c", ENDS, support], check=True, timeout=60)

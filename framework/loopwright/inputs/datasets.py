@@ -25,8 +25,10 @@ A batch is made in this order: its rows (`Plan`), positions and examples (`order
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -260,6 +262,10 @@ def _ordered(source: Source, plan: Plan, start: Start) -> tf.data.Dataset:
 
 
 # ---- Replicas ----
+
+# An iterator that is freed after the interpreter's end has begun waits forever for Python that it
+# calls, as tf.numpy_function does. So what a run left in cycles is freed before.
+atexit.register(gc.collect)
 
 
 def iterate(given: Iterable[Batch]) -> Iterator[Batch]:
