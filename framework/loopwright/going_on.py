@@ -24,7 +24,7 @@ from loopwright.host.children import SOURCE
 from loopwright.inputs.fingerprint import BUCKETS, RATIO
 from loopwright.models import models
 from loopwright.options import Group
-from loopwright.run_folder import history, initial_values, layout
+from loopwright.run_folder import history, layout
 from loopwright.run_folder.history import Values
 from loopwright.starting import SIZE, Start, free, values
 from loopwright.strategies import cluster
@@ -51,7 +51,6 @@ class GoingOn(Start):
     super().__init__(**given)
     self._accept, self._declared = accept, declared(type(self._options))
     self.accepted: list[Change] = []
-    self._redrawn: list[str] = []
 
   def labels(self) -> Mapping[str, Any]:
     """Returns the arguments of `CheckpointManager` that tell checkpoints of other starts (host)."""
@@ -81,29 +80,9 @@ class GoingOn(Start):
       raise refusal(self._model_dir, found[0], _WHY_BUCKETS)
     self._require("data", self._data, _rule_of_data)
 
-  def compare(self, trainer: Trainer) -> None:
-    """Raises a ConfigError if an accepted change is of a value that a restore overrides (host)."""
-    began = _began(self._model_dir) if self.accepted else {}
-    other_seed = any(each.name in ("seed", "run.seed") for each in self.accepted)
-    names, self._redrawn = initial_values.differences(trainer, began, other_seed=other_seed)
-    if names:
-      more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-      raise ConfigError(
-        f"the run in {self._model_dir!r} would go on with {listed(self.accepted)}, but "
-        f"that changes the first value of {names[0]!r}{more}, and the checkpoint has the value "
-        "in force: set it back, or choose another --model_dir, with run.warm_start if it is to "
-        "begin with the weights of this run."
-      )
-
   def read_back(self, trainer: Trainer) -> list[str]:
     """Reads what is in force, for the record; returns lines for the user (host)."""
-    lines = super().read_back(trainer)
-    if self._redrawn:
-      lines.append(
-        f"with that {len(self._redrawn)} variables, such as {self._redrawn[0]!r}, would begin at "
-        "other values; those of the checkpoint stay in force"
-      )
-    return [*(f"goes on with {each}" for each in self.accepted), *lines]
+    return [*(f"goes on with {each}" for each in self.accepted), *super().read_back(trainer)]
 
   def _require_shares(self, name: str, mixture: Any, position: int) -> None:
     before = {change.name: change.before for change in self.accepted}
@@ -191,11 +170,6 @@ def listed(found: Sequence[Change]) -> str:
   """Returns the first changes in one line."""
   more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
   return f"{'; '.join(map(str, found[:_SHOWN]))}{more}"
-
-
-def _began(model_dir: str) -> Mapping[str, Sequence[float]]:
-  """Returns what the run's variables began with, see `initial_values`; {} if unknown (host)."""
-  return next((r["began"] for r in reversed(history.records(model_dir)) if r.get("began")), {})
 
 
 def _without_macros(values: Values) -> Values:

@@ -213,7 +213,6 @@ def run(given: Options) -> dict[str, float]:
       if clusters.WORKERS in os.environ:
         registry.load("part", "require_any_size")(trainer, given.per_replica_batch_size)
       start.require_data(examples(trainer, evaluator))
-      start.compare(trainer)
     session = Session(
       trainer=trainer, evaluator=evaluator, place=at, cadence=given.part(Cadence), assets=learned,
       keep_checkpoints=given.keep_checkpoints, hangs=given.part(Hangs),

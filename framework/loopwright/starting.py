@@ -3,7 +3,6 @@
 start = started(task=task, options=options, model_dir=folder, training=True, ...)
 start.require_config()       before the model is built
 start.require_data(examples(trainer, evaluator))
-start.compare(trainer)       before a checkpoint is restored
 start.read_back(trainer)     after it
 start.record(step=600)       before the first save
 
@@ -26,7 +25,7 @@ from loopwright.inputs.sources import main_source
 from loopwright.optimizers import adapters
 from loopwright.options import Group
 from loopwright.reporting.summary import optimizer_names
-from loopwright.run_folder import history, initial_values, layout
+from loopwright.run_folder import history, layout
 from loopwright.run_folder.checkpoint_files import list_checkpoints
 from loopwright.task import Task
 from loopwright.trainer import Trainer
@@ -53,7 +52,6 @@ class Start:
     self.config = {**values(options, free(options)), SIZE: str(global_batch_size)}
     self._data: Mapping[str, str] = {}
     self._in_use: Mapping[str, str] = {}
-    self._began: initial_values.Values | None = None
     self._recorded = False
 
   @property
@@ -77,10 +75,6 @@ class Start:
     if vars(self._options)["actions"]:
       data = {**data, **registry.load("part", "of_actions")(self._options, self._task)}
     self._data = data
-
-  def compare(self, trainer: Trainer) -> None:
-    """Raises a ConfigError if an accepted change is of a value that a restore overrides (host)."""
-    self._began = initial_values.measured(trainer)
 
   def read_back(self, trainer: Trainer) -> list[str]:
     """Reads what is in force, for the record; returns lines for the user (host).
@@ -109,7 +103,7 @@ class Start:
     self._recorded = True
     history.append(
       self._model_dir, start=self.name, step=step, task=self._task, config=self.config,
-      data=self._data, in_use=self._in_use, began=self._began,
+      data=self._data, in_use=self._in_use,
     )  # fmt: skip
 
 

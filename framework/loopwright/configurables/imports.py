@@ -66,7 +66,6 @@ def import_module(module: str) -> None:
   """
   if module.startswith("__gin__"):
     raise ConfigError(f"{module} is not supported. Import modules; they register their own names.")
-  before = set(sys.modules)
   try:
     importlib.import_module(module)
   except ConfigError:
@@ -78,8 +77,6 @@ def import_module(module: str) -> None:
       hint = suggest(module, registry.load("part", "own_modules")())
       raise ConfigError(f"no module named {module!r}.{hint}") from error
     raise ConfigError(_failure(module, error)) from error
-  if line := modules.mistaken(module, sys.modules.keys() - before):
-    raise ConfigError(line)
 
 
 def _failure(module: str, error: Exception) -> str:

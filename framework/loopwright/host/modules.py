@@ -4,9 +4,7 @@ import importlib.machinery
 import os
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 
 TASKS = "loopwright.tasks"
 FOLDER = Path(__file__).parents[1] / "tasks"
@@ -45,35 +43,6 @@ def namesake_in(error: BaseException) -> str | None:
     if line := namesake(name):
       return f"{line} ({type(error).__name__}: {error})"
   return None
-
-
-def mistaken(name: str, loaded: Iterable[str]) -> str | None:
-  """Returns the line about a user's module in whose place another one was imported.
-
-  Args:
-    name: of a module that a config imports.
-    loaded: names of the modules that this import loaded; of the user's, what they import counts.
-  """
-  if not _is_the_users(name) and (line := namesake(name)):
-    return line
-  for importer in filter(_is_the_users, loaded):
-    for value in list(vars(sys.modules[importer]).values()):
-      wanted = value.__name__ if isinstance(value, ModuleType) else _home(value)
-      if wanted in sys.modules and not _is_the_users(wanted) and (line := namesake(wanted)):
-        return f"{importer} imports {wanted}, but {line}"
-  return None
-
-
-def _home(value: object) -> str:
-  name = getattr(value, "__module__", None)
-  return name if isinstance(name, str) else ""
-
-
-def _is_the_users(name: str) -> bool:
-  file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
-  if not isinstance(file, str) or name.startswith("loopwright."):
-    return False
-  return not is_installed(os.path.abspath(file))
 
 
 def is_installed(path: str) -> bool:

@@ -18,7 +18,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,12 @@ def append(
   config: Values,
   data: Values,
   in_use: Values,
-  began: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
   """Appends one start; the file is replaced, and on disk, on return (host).
 
   Args:
     start: its id.
     in_use: name -> value, read from what uses it.
-    began: of a run that begins, see `initial_values`.
   """
   path = os.path.join(model_dir, layout.HISTORY)
   record = {
@@ -75,7 +73,6 @@ def append(
     "config": dict(config),
     "data": dict(data),
     "in_use": dict(in_use),
-    **({"began": dict(began)} if began else {}),
   }
   earlier = "".join(f"{json.dumps(each)}\n" for each in records(model_dir))
   files.atomic_write(path, f"{earlier}{json.dumps(record)}\n")
