@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 from absl import logging
 
-from loopwright import failures
 from loopwright.graphs import xla
 from loopwright.models import models, replica_state
 from loopwright.models.task_state import reachable
@@ -59,8 +58,10 @@ def or_without_xla(trainer: Trainer, run: Callable[[], None]) -> None:
     whole = trainer.parts.jit_compile == "auto" and trainer.compiled == xla.WHOLE
     if not (whole and xla.refuses(error)):
       raise
+    from loopwright.failures import failure
+
     # Nothing of the first step has run but the read of its batch.
-    logging.info("XLA compiles nothing: %s", failures.failure(error))
+    logging.info("XLA compiles nothing: %s", failure(error))
     trainer.use(jit_compile=False)
     trainer.reset_input()
     run()

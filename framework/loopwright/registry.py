@@ -113,7 +113,9 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
   },
   "placement": {
     "loopwright.strategies.local": "_DefaultDistributionStrategy=Default "
-    "OneDeviceStrategy=OneDevice MirroredStrategy=Mirrored CentralStorageStrategy=CentralStorage",
+    "OneDeviceStrategy=OneDevice",
+    "loopwright.strategies.mirrored": "MirroredStrategy=Mirrored "
+    "CentralStorageStrategy=CentralStorage",
     "loopwright.kinds.mesh.strategy": "ModelParallelStrategy=Mesh",
     "loopwright.kinds.parameter_server.strategy": "ParameterServerStrategyV2=ParameterServer",
     "loopwright.kinds.tpu": "TPUStrategyV2=Tpu",
@@ -143,7 +145,8 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.run_folder.warm_start": "WarmStart",
   },
   "strategy": {
-    "loopwright.strategies.local": "auto default one_device mirrored central_storage",
+    "loopwright.strategies.local": "auto default one_device",
+    "loopwright.strategies.mirrored": "mirrored central_storage",
     "loopwright.kinds.mesh.strategy": "model_parallel",
     "loopwright.kinds.parameter_server.strategy": "parameter_server",
     "loopwright.kinds.tpu": "tpu",

@@ -82,7 +82,8 @@ PIECES = {  # of each strategy, action and source that a config can name
   "ReplayBuffer": "test_replay.py::",
 }
 KINDS = ("kinds.mesh", "kinds.parameter_server", "kinds.tpu", "kinds.workers.strategy")
-ROOMS = ("strategies.local", *KINDS, "actions", "inputs", "tools.exports", "tools.forensics")
+LOCAL = ("strategies.local", "strategies.mirrored")
+ROOMS = (*LOCAL, *KINDS, "actions", "inputs", "tools.exports", "tools.forensics")
 """Where strategies, actions and sources are, beside trackers."""
 
 

@@ -16,16 +16,8 @@ if TYPE_CHECKING:
   from loopwright.kinds.parameter_server.strategy import parameter_server
   from loopwright.kinds.tpu import tpu
   from loopwright.kinds.workers.strategy import multi_worker_mirrored
-  from loopwright.strategies.local import (
-    MirroredStrategy,
-    auto,
-    central_storage,
-    default,
-    mirrored,
-    one_device,
-    split_cpu,
-    works,
-  )
+  from loopwright.strategies.local import auto, default, one_device, split_cpu
+  from loopwright.strategies.mirrored import MirroredStrategy, central_storage, mirrored, works
 
 StrategyFactory = Callable[[], tf.distribute.Strategy | Server]
 
@@ -49,5 +41,5 @@ def __getattr__(name: str) -> Any:
   if name not in __all__:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   if name in ("MirroredStrategy", "split_cpu", "works"):  # which are no factories
-    return getattr(importlib.import_module("loopwright.strategies.local"), name)
+    return getattr(importlib.import_module("loopwright.strategies.mirrored"), name)
   return registry.load("strategy", name)

@@ -19,7 +19,7 @@ from loopwright.graphs import operations, xla
 from loopwright.inputs.sources import ArraySource
 from loopwright.models import models
 from loopwright.optimizers import schedules
-from loopwright.strategies import factories, local, placement
+from loopwright.strategies import factories, local, mirrored, placement
 
 STEPS_PER_LOOP = 3
 OneDevice = tf.distribute.OneDeviceStrategy
@@ -30,7 +30,7 @@ class AsOnGpus(factories.MirroredStrategy):
 
 
 @placement.register(AsOnGpus)
-class AsOnGpusPlacement(local.Mirrored):
+class AsOnGpusPlacement(mirrored.Mirrored):
   on_gpus = True
 
 

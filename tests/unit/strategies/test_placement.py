@@ -15,7 +15,7 @@ from loopwright.kinds.mesh.strategy import Mesh
 from loopwright.kinds.parameter_server.strategy import ParameterServer
 from loopwright.kinds.parameter_server.trainer import ParameterServerTrainer
 from loopwright.kinds.workers.strategy import Workers
-from loopwright.strategies import factories, local, placement
+from loopwright.strategies import factories, local, mirrored, placement
 from loopwright.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,8 +23,8 @@ KINDS = [
   placement.Placement,
   local.Default,
   local.OneDevice,
-  local.Mirrored,
-  local.CentralStorage,
+  mirrored.Mirrored,
+  mirrored.CentralStorage,
   Workers,
   ParameterServer,
   Mesh,

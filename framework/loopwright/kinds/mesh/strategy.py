@@ -15,7 +15,7 @@ from loopwright.aliases import PerReplica
 from loopwright.errors import ConfigError, require_integer
 from loopwright.kinds.mesh import updates, variables
 from loopwright.kinds.mesh.trainer import ModelParallelTrainer
-from loopwright.strategies import local
+from loopwright.strategies import local, mirrored
 from loopwright.strategies.placement import Placement, register
 
 _NOT_ON_A_MESH = "=True, which model_parallel does not have; set it to False."
@@ -105,6 +105,6 @@ def model_parallel(
       f"model_parallel.mesh has {count} devices, but model_parallel.devices names {len(devices)}."
     )
   else:
-    devices = local.replica_devices(devices, None)
+    devices = mirrored.replica_devices(devices, None)
   made = dtensor.create_mesh(list(mesh.items()), devices=list(devices))
   return variables.ModelParallelStrategy(made, layouts)
