@@ -1,4 +1,4 @@
-"""How the ledger, the time budget and rollback observe training.
+"""How the ledger, the times of workers and rollback observe training.
 
 An ordinary run has no observer; that of several workers has one, which times their all-reduce.
 

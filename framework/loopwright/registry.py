@@ -1,6 +1,6 @@
 """Every name that a config, a command line or a plug-in can say, and the object behind it.
 
-    load("action", "TimeBudget")    imports actions/time_budget.py now, and no other module
+    load("action", "Profile")       imports actions/profiling.py now, and no other module
     names("action")                 what there is, without an import
     load("check", "lenghts")        ConfigError: unknown check 'lenghts'... Did you mean 'lengths'?
 
@@ -89,7 +89,6 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.commands.new": "new=run",
   },
   "part": {
-    "loopwright.actions.time_budget": "Communication",
     "loopwright.actions.calls": "Actions",
     "loopwright.configurables.remedies": "no_gin_file own_modules requirement spelled "
     "unreadable_line unused where_it_may_be",
@@ -97,6 +96,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.compile_cache": "compile_cache=opened",
     "loopwright.inputs.agreement": "require_agreement",
     "loopwright.inquiry": "Inquiry",
+    "loopwright.kinds.workers.communication": "Communication",
     "loopwright.kinds.workers.stragglers": "Stragglers",
     "loopwright.models.batch_norm": "only_examples",
     "loopwright.models.recomputation": "recompute_layers",
@@ -175,7 +175,6 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.actions.profiling": "Profile",
     "loopwright.actions.show": "Show",
     "loopwright.actions.tensorboard": "TensorBoard",
-    "loopwright.actions.time_budget": "TimeBudget",
     "loopwright.tools.exports.action": "Export",
     "loopwright.tools.forensics.action": "StopOnNonFinite",
     "loopwright.tools.forensics.layers": "LayerStatistics",

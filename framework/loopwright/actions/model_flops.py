@@ -1,6 +1,6 @@
 """`ModelFlops`: model FLOP/s of each loop, and which part of the devices' peak they are (MFU).
 
-docs/time-budget.md says what counts.
+docs/traces.md says what counts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`Profile`: a trace of some steps for TensorBoard: each operation, its time, thread and device.
 
-docs/time-budget.md shows how to use it.
+docs/traces.md shows how to use it.
 """
 
 from __future__ import annotations

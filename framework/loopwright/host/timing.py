@@ -1,7 +1,7 @@
 """Measures wall time by named parts that exclude each other.
 
-An inner part pauses the outer one, so the parts always add up to the total. Several stopwatches may
-run at a time: that of the run, and an action's. Without one, `timed` costs one variable lookup.
+An inner part pauses the outer one, so the parts always add up to the total. Without a stopwatch
+that runs, `timed` costs one variable lookup.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ HOST = "host"
 _NO_JUMP_S = 0.01
 """Below it two clocks differ because they are not read at the same time."""
 
-_running: contextvars.ContextVar[tuple[Stopwatch, ...]] = contextvars.ContextVar(
-  "running", default=()
-)
+_running: contextvars.ContextVar[Stopwatch | None] = contextvars.ContextVar("running", default=None)
 
 
 class Stopwatch:
@@ -48,13 +46,13 @@ class Stopwatch:
   def start(self, part: str = HOST) -> None:
     """Starts with a part; from now on `timed` functions count for this watch."""
     self._parts, self._since = [part], self._clock()
-    _running.set((*_running.get(), self))
+    _running.set(self)
 
   def stop(self) -> None:
     """Stops; `timed` functions no longer count."""
     self._turn()
     self._parts = []
-    _running.set(tuple(watch for watch in _running.get() if watch is not self))
+    _running.set(None)
 
   def goes_on(self, part: str | None = None) -> None:
     """Counts the time so far; from now on, time outside of other parts counts for `part`."""
@@ -100,14 +98,13 @@ class Stopwatch:
 
 
 def timed(name: str) -> Callable[[Function], Function]:
-  """Decorator: counts the time in a function for the part `name` of the running stopwatch."""
+  """Decorator: counts the time in a function for the part `name` of the stopwatch that runs."""
 
   def decorate(function: Function) -> Function:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-      with contextlib.ExitStack() as parts:
-        for watch in _running.get():
-          parts.enter_context(watch.part(name))
+      watch = _running.get()
+      with watch.part(name) if watch else contextlib.nullcontext():
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
   from loopwright.trainer import Trainer
 
 QUIET = (
-  "loss_scale", "skipped_steps", "input_wait_s", "communication_s", "start_s", "gradient_norm",
+  "loss_scale", "skipped_steps", "input_wait_s", "communication_s", "gradient_norm",
   "learning_rate", "gpu_memory_mib", "model_flops_per_s",
 )  # fmt: skip
 """Metrics in metrics.jsonl and TensorBoard that the progress line hides."""

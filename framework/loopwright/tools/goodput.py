@@ -27,8 +27,8 @@ _START = ("imports", "setup", "connecting", "restoring", "tracing")
 _ALIVE_S = 5.0
 """A record that was not written for so long is of a process that has ended."""
 ADVICE: Mapping[str, str] = {
-  PRODUCTIVE: "the rest is what this command could still tell about; `TimeBudget` and `Profile` "
-  "tell what a step spends (docs/time-budget.md)",
+  PRODUCTIVE: "the rest is what this command could still tell about; `Profile` tells what a step "
+  "spends (docs/traces.md)",
   REPEATED: "save more often: a smaller run.checkpoint_every_steps",
   "input wait": "make preprocess() and the source cheaper: vectorise, decode and shrink once, "
   "memory-map (docs/inputs.md)",

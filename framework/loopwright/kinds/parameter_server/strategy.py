@@ -46,8 +46,6 @@ class ParameterServer(Placement):
     "batches become are not known, and a killed worker loses a batch; remove run.ledger.",
     "TensorBoard.histograms_every_steps": "TensorBoard.histograms_every_steps is set, but under "
     "parameter_server workers update independently of each other; leave it out.",
-    "TimeBudget": "run.actions has @TimeBudget(), but under parameter_server the workers wait for "
-    "input and servers independently of each other; remove it.",
   }
 
   @property
