@@ -177,7 +177,6 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.actions.tensorboard": "TensorBoard",
     "loopwright.tools.exports.action": "Export",
     "loopwright.tools.forensics.action": "StopOnNonFinite",
-    "loopwright.tools.forensics.layers": "LayerStatistics",
     "loopwright.tools.forensics.spikes": "Spikes",
   },
   "tracker": {

@@ -291,8 +291,6 @@ def check(command):
       assert {*json.loads(assignment.removeprefix("TF_CONFIG="))} == {"cluster", "task"}, command
     case ["sbatch", "--nodes=2-4", script, "..."]:
       assert (ROOT / script).exists(), command
-    case ["eval", "$(register-python-argcomplete loopwright)"]:
-      assert (Path(sys.executable).parent / "register-python-argcomplete").exists(), command
     case ["tensorboard", "--logdir", folder]:
       assert Path(folder).is_dir(), command
     case ["pytest", *options]:

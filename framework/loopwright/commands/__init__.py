@@ -75,10 +75,6 @@ def run_process(argv: Sequence[str]) -> NoReturn:
 
 def console() -> NoReturn:
   """Runs the console script `loopwright`; without arguments it prints its help."""
-  if "_ARGCOMPLETE" in os.environ:
-    from loopwright.commands import completion
-
-    completion.complete()
   run_process(sys.argv if sys.argv[1:] else [*sys.argv, "--help"])
 
 
