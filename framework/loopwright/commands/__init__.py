@@ -18,7 +18,6 @@ Set TF_CPP_MIN_LOG_LEVEL=0 in the environment to see TensorFlow's own messages.
 
 # `python launch.py` is the same command. This module imports nothing heavy.
 
-import contextlib
 import logging
 import os
 import sys
@@ -43,14 +42,8 @@ def main(argv: Sequence[str]) -> int:
       f"error: KERAS_BACKEND is {backend!r}; set it to tensorflow, or unset it.", 2
     )
   logging.getLogger("tensorflow").addFilter(_is_news)
-  with contextlib.ExitStack() as stamps:
-    return _status(argv, stamps)
-
-
-def _status(argv: Sequence[str], stamps: contextlib.ExitStack) -> int:
-  """Runs a command line; enters into `stamps` what gives its lines their time."""
   try:
-    return _run(argv, stamps)
+    return _run(argv)
   except KeyboardInterrupt as interrupt:
     return process.say(str(interrupt) or "interrupted", 130)
   except SystemExit as stop:
@@ -78,7 +71,7 @@ def console() -> NoReturn:
   run_process(sys.argv if sys.argv[1:] else [*sys.argv, "--help"])
 
 
-def _run(argv: Sequence[str], stamps: contextlib.ExitStack) -> int:
+def _run(argv: Sequence[str]) -> int:
   parsed = arguments.parse(argv)
   if parsed.values.help:
     print(arguments.page(parsed.command, __doc__ or ""))
@@ -86,10 +79,6 @@ def _run(argv: Sequence[str], stamps: contextlib.ExitStack) -> int:
   if getattr(parsed.values, "version", False):
     print(f"loopwright {loopwright.__version__}")
     return 0
-  if parsed.known.modes and parsed.values.log_format != "plain":
-    from loopwright.host.stamps import stamped
-
-    stamps.enter_context(stamped(parsed.values.log_format))
   return registry.load("command", parsed.command or "train")(parsed)
 
 

@@ -342,10 +342,6 @@ def _define_run_flags(parser: Parser, modes: Sequence[str]) -> None:
   if "format" in takes:
     told = "For --mode=export: safetensors writes <model_dir>/model.safetensors, weights alone."
     parser.choice("format", "savedmodel", ["savedmodel", "safetensors"], told)
-  parser.choice(
-    "log_format", "plain", ["plain", "time", "json"], "What the lines of the log are: as they "
-    "come, after their time, or objects of JSON with time, stream and text.",
-  )  # fmt: skip
   if "accept_changes" in takes:
     told = "Go on with a config or data that the run has not had so far."
     parser.switch("accept_changes", told)

@@ -1,6 +1,5 @@
 """`loopwright options my.gin`: what a config can set, with type, default, meaning and value."""
 
-import json
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -19,7 +18,6 @@ def define(parser: Parser) -> None:
   """Adds the command's flags."""
   define_config_flags(parser)
   parser.texts("prefix", "Only the options that begin so, such as Trainer.; repeatable.")
-  parser.switch("json_schema", "Print a JSON schema of configs.")
 
 
 def run(parsed: Parsed) -> int:
@@ -41,10 +39,7 @@ def run(parsed: Parsed) -> int:
   found = [each for each in documentation.settings(examination) if each.name.startswith(prefixes)]
   if not found:
     raise ConfigError(f"no option begins with {' or '.join(map(repr, prefixes))}.")
-  if values.json_schema:
-    print(json.dumps(documentation.json_schema(found), indent=2))
-  else:
-    print("\n".join(line for option in found for line in lines(option)))
+  print("\n".join(line for option in found for line in lines(option)))
   return 0
 
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from loopwright.configurables import table
 from loopwright.configurables.checks import Examination
 from loopwright.configurables.reading import MACRO, scoped
 from loopwright.configurables.remedies import spelled
-from loopwright.configurables.values import SEQUENCES, UNIONS
 from loopwright.declaration import declared
-from loopwright.errors import is_finite
 from loopwright.host import redaction
 
-REFERENCE = {"$ref": "#/$defs/reference"}
-_SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 _FOREIGN = ("gin.", "official.")
 _NOTHING = object()
 
@@ -114,46 +110,3 @@ def default(parameter: inspect.Parameter) -> str:
     prefix = "keras." if value.__module__.startswith("keras") else ""
     return f"@{prefix}{value.__name__}"
   return repr(redaction.shown(parameter.name, value))
-
-
-def json_schema(found: list[Setting]) -> dict[str, Any]:
-  """Returns the JSON schema of an object name -> value; a reference or macro is a string."""
-  return {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "title": "A config of Loopwright: what a gin file binds",
-    "type": "object",
-    "properties": {each.name: _property(each) for each in found},
-    "patternProperties": {"^[^.]+$": {"description": "A macro."}, "/": {"description": "A scope."}},
-    "additionalProperties": False,
-    "$defs": {"reference": {"type": "string", "pattern": "^[@%]"}},
-  }
-
-
-def _property(setting: Setting) -> dict[str, Any]:
-  parameter = setting.parameter
-  schema = schema_of(parameter.annotation)
-  either = schema if schema in ({}, REFERENCE) else {"anyOf": [schema, REFERENCE]}
-  value = redaction.shown(parameter.name, parameter.default)
-  plain = value is None or isinstance(value, bool | str) or is_finite(value)
-  return {"description": setting.meaning, **either, **({"default": value} if plain else {})}
-
-
-def schema_of(annotation: Any) -> dict[str, Any]:
-  """Returns the JSON schema of the values that fit an annotation; {} if that is not known."""
-  origin, arguments = get_origin(annotation), get_args(annotation)
-  if annotation in (Any, object, table.UNKNOWN) or isinstance(annotation, str | TypeVar):
-    return {}
-  if origin in UNIONS or origin is Union:
-    return {"anyOf": [schema_of(each) for each in arguments]}
-  if origin is Annotated:
-    return schema_of(arguments[0])
-  if origin is Literal:
-    return {"enum": list(arguments)}
-  kind = type(None) if annotation is None else origin or annotation
-  if kind in _SCALARS:
-    return {"type": _SCALARS[kind]}
-  if kind in SEQUENCES:
-    items = [each for each in arguments if each is not Ellipsis]
-    return {"type": "array", **({"items": schema_of(items[0])} if len(items) == 1 else {})}
-  is_mapping = inspect.isclass(kind) and issubclass(kind, Mapping)
-  return {"type": "object"} if is_mapping else REFERENCE

@@ -150,7 +150,7 @@ def test_the_help_of_a_command_has_what_it_takes_and_an_example(capsys, flag):
   assert "example: loopwright train digits_cnn run.train_steps=200" in told
   assert {*re.findall(r"--(\w+)", told.partition("\n\nexample")[0])} == {
     *("help", "gin_file", "gin_param", "mode", "model_dir", "local_workers", "local_ps"),
-    *("max_restarts", "log_format", "accept_changes"),
+    *("max_restarts", "accept_changes"),
   }
 
 

@@ -1,16 +1,13 @@
-"""What a config can set, with type, default, meaning and value; as text and as a JSON schema."""
+"""What a config can set, with type, default, meaning and value."""
 
-import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 
-from loopwright import Task, commands
-from loopwright.configurables import documentation, table
+from loopwright import commands
+from loopwright.configurables import table
 
 TASK = '''
 import loopwright
@@ -120,69 +117,3 @@ def test_a_mistake_is_one_line(capsys, given, line):
   out, err = capsys.readouterr()
   assert (out, err.count("\n")) == ("", 1)
   assert line in err
-
-
-REFERENCE = {"$ref": "#/$defs/reference"}
-
-
-@pytest.mark.parametrize(
-  ("annotation", "schema"),
-  [
-    (int, {"type": "integer"}),
-    (float | None, {"anyOf": [{"type": "number"}, {"type": "null"}]}),
-    (bool, {"type": "boolean"}),
-    (Literal["a", 1], {"enum": ["a", 1]}),
-    (Sequence[str], {"type": "array", "items": {"type": "string"}}),
-    (tuple[int, ...], {"type": "array", "items": {"type": "integer"}}),
-    (tuple[int, str], {"type": "array"}),
-    (list, {"type": "array"}),
-    (Mapping[str, int], {"type": "object"}),
-    (Callable[[], Task], REFERENCE),
-    (Task, REFERENCE),
-    (Any, {}),
-    ("SomeName", {}),
-  ],
-)
-def test_an_annotation_has_its_schema(annotation, schema):
-  assert documentation.schema_of(annotation) == schema
-
-
-def accepts(schema, value, root):
-  """Whether a value fits; the words of JSON schema that `schema_of` writes, and no others."""
-  kinds = {
-    "integer": int, "number": (int, float), "boolean": bool, "string": str, "null": type(None),
-    "array": list, "object": dict,
-  }  # fmt: skip
-  if "$ref" in schema:
-    schema = root["$defs"]["reference"]
-  if "anyOf" in schema:
-    return any(accepts(each, value, root) for each in schema["anyOf"])
-  if "enum" in schema:
-    return value in schema["enum"]
-  if "type" in schema and not isinstance(value, kinds[schema["type"]]):
-    return False
-  if "items" in schema and not all(accepts(schema["items"], each, root) for each in value):
-    return False
-  return "pattern" not in schema or bool(re.search(schema["pattern"], value))
-
-
-def test_the_json_schema_takes_the_config_itself(capsys):
-  schema = json.loads(printed(capsys, "--json_schema"))
-  properties = schema["properties"]
-  assert properties["Birds.width"] == {
-    "description": "of the layers.",
-    "anyOf": [{"type": "integer"}, REFERENCE],
-    "default": 64,
-  }
-  assert "default" not in properties["Birds.data"]
-  config = {
-    "run.task": "@Birds()", "run.train_steps": "%steps", "run.global_batch_size": 8,
-    "Birds.data": "songs", "small/Birds.width": 8, "Trainer.clip_norm": 1.0,
-  }  # fmt: skip
-  for name, value in config.items():
-    assert accepts(properties[name], value, schema), name
-  wrong = {"Birds.width": "64", "run.precision": "float64", "Trainer.clip_norm": "1"}
-  for name, value in wrong.items():
-    assert not accepts(properties[name], value, schema), name
-  assert not any(re.search(pattern, "Birds.wdith") for pattern in schema["patternProperties"])
-  assert schema["additionalProperties"] is False
