@@ -198,8 +198,7 @@ class CallsADict(small.Small):
 
 
 @pytest.mark.parametrize(
-  ("task", "told"),
-  [(Raises, "labels"), (CallsADict, "'dict' object is not callable")],
+  ("task", "told"), [(Raises, "labels"), (CallsADict, "'dict' object is not callable")]
 )
 def test_what_a_task_raises_is_a_finding(task, told):
   [result] = verify.verify(small.subject(task), groups=("order",)).results

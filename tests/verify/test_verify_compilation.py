@@ -67,10 +67,7 @@ def test_variables_that_the_step_makes(monkeypatch):
   assert results[compilation.TRACED_ONCE].place.endswith("in Late.build_model")
 
 
-XLA = {
-  "Strings": ("AsString", "tf.strings.as_string"),
-  "InNumpy": ("PyFunc", "tf.numpy_function"),
-}
+XLA = {"Strings": ("AsString", "tf.strings.as_string"), "InNumpy": ("PyFunc", "tf.numpy_function")}
 
 
 @pytest.mark.parametrize("name", XLA)

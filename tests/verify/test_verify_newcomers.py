@@ -17,28 +17,25 @@ from loopwright.tools.verify.checks import (
   inputs,
   learning,
   order,
+  own_optimizer,
+  padding,
   randomness,
   replicas,
   restore,
 )
-from loopwright.tools.verify.checks.own_optimizer import OwnOptimizer
-from loopwright.tools.verify.checks.padding import Rowwise
 
 
 def on_two(subject):
   compared = Comparison(subject, rows=subject.divisible_rows)
-  rowwise = Rowwise(compared)
-  found = [rowwise.repeatable()]
+  found = list(padding.on_one(compared))
   if found[0].status == "failed":
     return found
-  found += rowwise.padding()
-  known = found[-1].cause == PADDING
-  return [*found, rowwise.weights(known=known), *replicas.Several(compared).same_update(2)]
+  return [*found, *replicas.same_update(compared, 2)]
 
 
 def skipped(subject):
   compared = Comparison(subject, rows=subject.divisible_rows)
-  return [OwnOptimizer(compared).run({})["overflow"]]
+  return [own_optimizer.run(compared, {}).overflow]
 
 
 CHECKS = {

@@ -9,8 +9,14 @@ from test_verify_newcomers import on_two
 from loopwright.tools import verify
 from loopwright.tools.verify import consequences
 from loopwright.tools.verify.bench.comparison import Comparison
-from loopwright.tools.verify.checks import gradients, later_steps, order, precision, replicas
-from loopwright.tools.verify.checks.own_optimizer import OwnOptimizer
+from loopwright.tools.verify.checks import (
+  gradients,
+  later_steps,
+  order,
+  own_optimizer,
+  precision,
+  replicas,
+)
 from loopwright.tools.verify.report import Result
 
 SEVERAL = {"LogsOne": ("slow", "fast"), "Forgotten": ("first", "last")}
@@ -123,9 +129,8 @@ EPOCHS = "epochs counted in local batches"
 def later(task, **options):
   """The results of several steps with the own optimizer, without the search for what differs."""
   chosen = subject(task, **options)
-  return list(
-    OwnOptimizer(Comparison(chosen, rows=chosen.divisible_rows)).same_with_options(alike=True)
-  )
+  compared = Comparison(chosen, rows=chosen.divisible_rows)
+  return list(own_optimizer.same_with_options(compared, alike=True))
 
 
 def test_a_rate_by_epochs_of_one_replica_is_named():

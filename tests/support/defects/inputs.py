@@ -186,12 +186,7 @@ class WholeDivision(Right):
     return {**batch, "x": tf.cast(batch["x"] // 255, tf.float32)}
 
 
-@defect(
-  "scale of features",
-  "inputs are not scaled",
-  "'x' has mean 1",
-  'tf.cast(batch["x"]',
-)
+@defect("scale of features", "inputs are not scaled", "'x' has mean 1", 'tf.cast(batch["x"]')
 class RawPixels(Right):
   def source(self, split):
     features = points(split)

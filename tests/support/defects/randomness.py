@@ -38,9 +38,7 @@ class StatefulDropout(Right):
 
 
 @defect(
-  {"repeats with the seed": "stateful random op"},
-  "(RngReadAndSkip)",
-  "self.generator.normal",
+  {"repeats with the seed": "stateful random op"}, "(RngReadAndSkip)", "self.generator.normal"
 )
 class OwnGenerator(Right):
   def build_model(self):

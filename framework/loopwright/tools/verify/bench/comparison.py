@@ -22,26 +22,11 @@ from loopwright.tools.verify.bench import (
   row_influence,
   source_lines,
 )
+from loopwright.tools.verify.bench import explanations as known
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Outcome, Rows, Subject
-from loopwright.tools.verify.bench.explanations import (
-  CLOCK,
-  COUPLED,
-  FITS,
-  GATHERED,
-  IN_PYTHON,
-  LOCAL_COUNT,
-  MEAN_OF_ROWS,
-  NO_SUM,
-  NOT_STEADY,
-  PLACES,
-  SHIFTED,
-  STATEFUL,
-  Explanation,
-  Part,
-  fits,
-  weighted_mean,
-)
+from loopwright.tools.verify.bench.explanations import FITS, Part, fits, weighted_mean
 from loopwright.tools.verify.bench.loss_graph import division
+from loopwright.tools.verify.report import Explanation
 
 LEAST = 5e-5
 """A smaller relative difference is always rounding."""
@@ -58,7 +43,7 @@ class Comparison:
   """The step on one replica, and comparisons of others with it.
 
   Attributes:
-    known: the mistake that padding has shown, if any.
+    blamed: the mistake that padding has shown, if any.
   """
 
   def __init__(self, subject: Subject, *, rows: int) -> None:
@@ -84,7 +69,7 @@ class Comparison:
     differences = [self.difference(backwards[name], self.reference[name]) for name in self.cases]
     rounding = max(difference.worst for difference in differences)
     self.tolerance = min(MOST, max(LEAST, 20 * rounding))
-    self.known: Explanation | None = None
+    self.blamed: Explanation | None = None
     self.noisy = _noisy(backwards["full batch"], self.reference["full batch"])
 
   def _fill_state(self) -> None:
@@ -114,7 +99,8 @@ class Comparison:
 
   def find(self, explanation: Explanation) -> str:
     """Returns the line of the mistake: where rows meet, or one with the explanation's words."""
-    if explanation is LOCAL_COUNT and (place := division(self.alone.graph(self.batch), self.task)):
+    graph = self.alone.graph(self.batch) if explanation is known.LOCAL_COUNT else None
+    if graph is not None and (place := division(graph, self.task)):
       return place
     if explanation.mixes_rows and self.meeting.place:
       return self.meeting.place
@@ -125,8 +111,8 @@ class Comparison:
     """Returns what can make the same step another one, with its line; the likely one first."""
     operations = graphs.operations(self.alone.graph(self.batch))
     found = random_draws.changing(operations, self.task)
-    kinds = {"random": STATEFUL, "clock": CLOCK, "python": IN_PYTHON}
-    return [(kinds[kind], place) for kind, place in found.items()] or [(NOT_STEADY, "")]
+    kinds = {"random": known.STATEFUL, "clock": known.CLOCK, "python": known.IN_PYTHON}
+    return [(kinds[kind], place) for kind, place in found.items()] or [(known.NOT_STEADY, "")]
 
   @functools.cached_property
   def meeting(self) -> row_influence.Meeting:
@@ -196,11 +182,12 @@ class Comparison:
     counts, unless they depend on the trained variables too.
     """
     if self.meeting.shifted:
-      return SHIFTED
+      return known.SHIFTED
     if any(call.verb == "all_gather" for call in self.calls):
-      return PLACES if source_lines.mention(self.task, *PLACES.containing) else GATHERED
+      by_place = source_lines.mention(self.task, *known.PLACES.containing)
+      return known.PLACES if by_place else known.GATHERED
     if self._adds():
-      return MEAN_OF_ROWS
+      return known.MEAN_OF_ROWS
     rng = np.random.default_rng(0)
     moved = [
       value + 0.1 * (value.std() or 0.1) * rng.normal(size=value.shape) if used else value
@@ -208,8 +195,9 @@ class Comparison:
     ]
     one, other = self._factors(self.start), self._factors(moved)
     if one is None or other is None or np.nanmax(one) - np.nanmin(one) < FITS * np.nanmax(one):
-      return COUPLED
-    return LOCAL_COUNT if np.nanmax(np.abs(one - other)) < FITS * np.nanmax(one) else NO_SUM
+      return known.COUPLED
+    same = np.nanmax(np.abs(one - other)) < FITS * np.nanmax(one)
+    return known.LOCAL_COUNT if same else known.NO_SUM
 
   def _adds(self) -> bool:
     """Whether a row without weight changes the update, alike whichever row has the weight."""
@@ -254,13 +242,13 @@ class Comparison:
     found = [self.difference(several, one, without=self.noisy, replica=each) for each in replicas]
     return max(each.worst for each in found)
 
+  def moved(self, one: Outcome, other: Outcome) -> Difference | None:
+    """Compares the updates of what is trained; None if they differ by rounding alone."""
+    found = self.difference(one, other, without=self.state)
+    return found if found.worst > self.tolerance else None
+
   def difference(
-    self,
-    one: Outcome,
-    other: Outcome,
-    *,
-    without: frozenset[int] = frozenset(),
-    replica: int = 0,
+    self, one: Outcome, other: Outcome, *, without: frozenset[int] = frozenset(), replica: int = 0
   ) -> Difference:
     """Compares one replica of a step with another step, per variable, except those in `without`."""
     updates = list(zip(one.update(replica), other.update(), strict=True))

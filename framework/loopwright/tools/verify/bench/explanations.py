@@ -9,28 +9,12 @@ from typing import TypeAlias
 import numpy as np
 
 from loopwright.tools.verify.bench import random_draws
+from loopwright.tools.verify.report import Explanation
 
 FITS = 0.02
 """The largest relative difference between an update and the one that a mistake predicts."""
 PADDING = "padding counts"
 SUMS = ("reduce_mean", "from_examples(", "weighted_sum(", "Loss(")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Explanation:
-  """A known mistake.
-
-  Attributes:
-    cause: its name.
-    remedy: what to do.
-    containing: what its line of code may contain.
-    mixes_rows: whether its line is where the rows of a batch meet.
-  """
-
-  cause: str
-  remedy: str
-  containing: tuple[str, ...] = ()
-  mixes_rows: bool = False
 
 
 STATEFUL = Explanation(

@@ -54,12 +54,7 @@ def check(subject: Subject) -> list[Result]:
   if trainer.eager:
     return [GROUP.skipped(name, "run.eager: nothing is compiled") for name in _ALL]
   loop = Loop(trainer)
-  return [
-    loop.traced_once(),
-    loop.same_trace(),
-    loop.no_host_call(),
-    xla.check(subject, GROUP),
-  ]
+  return [loop.traced_once(), loop.same_trace(), loop.no_host_call(), xla.check(subject, GROUP)]
 
 
 class Loop:

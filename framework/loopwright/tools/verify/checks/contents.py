@@ -14,7 +14,7 @@ from loopwright.tools.verify.bench import source_lines
 from loopwright.tools.verify.bench.bench import Rows
 from loopwright.tools.verify.bench.labels import Labels, Probe
 from loopwright.tools.verify.bench.survey import Column
-from loopwright.tools.verify.report import Group, Result
+from loopwright.tools.verify.report import Explanation, Group, Result
 
 if TYPE_CHECKING:
   from loopwright.tools.verify.checks.inputs import Reading
@@ -24,6 +24,22 @@ FAR = 30.0
 """Initial weights do not expect a feature with a larger mean or standard deviation."""
 SOURCE = ("source",)
 PREPROCESS = ("preprocess", "source")
+OUT_OF_RANGE = Explanation(
+  cause="labels out of range",
+  remedy="give the model as many outputs as there are classes, or number the classes from 0 "
+  "without gaps",
+  containing=("Dense(", "classes", "one_hot"),
+)
+FROM_ONE = Explanation(
+  cause="labels start at 1",
+  remedy="subtract 1 from the labels",
+  containing=OUT_OF_RANGE.containing,
+)
+NOT_SCALED = Explanation(
+  cause="inputs are not scaled",
+  remedy="scale it to about mean 0 and standard deviation 1 in preprocess(): pixels / 255, or "
+  "(x - mean) / std of the training set",
+)
 
 
 class Contents:
@@ -54,17 +70,13 @@ class Contents:
     name, (low, high) = "weights", self.survey.weights
     place = source_lines.find(self.task, *PREPROCESS, containing=("weight",))
     if self.survey.bad_weight is not None:
-      return GROUP.failed(
-        name, f"{low:.6g} at the lowest, first at example {self.survey.bad_weight}",
-        "negative weights", "weights must be finite and not negative; 0 leaves an example out",
-        place,
-      )  # fmt: skip
+      told = f"{low:.6g} at the lowest, first at example {self.survey.bad_weight}"
+      remedy = "weights must be finite and not negative; 0 leaves an example out"
+      return GROUP.failed(name, told, "negative weights", remedy, place)
     if high <= 0:
-      return GROUP.failed(
-        name, f"all of {self.survey.examples} examples have weight 0: nothing is learned",
-        "all weights are zero", "set batch['weight'] above 0 for examples to learn from",
-        place,
-      )  # fmt: skip
+      told = f"all of {self.survey.examples} examples have weight 0: nothing is learned"
+      remedy = "set batch['weight'] above 0 for examples to learn from"
+      return GROUP.failed(name, told, "all weights are zero", remedy, place)
     return GROUP.passed(name, "all 1" if low == high == 1 else f"{low:.6g} to {high:.6g}")
 
   def _finite(self) -> Result:
@@ -73,26 +85,21 @@ class Contents:
     if not bad:
       return GROUP.passed(name, f"{self.survey.examples} examples")
     first, column = next(iter(bad.items()))
-    told = (
-      f"{first!r} has {column.not_finite} numbers that are not finite, "
-      f"first in example {column.bad_example}"
-    )
+    told = f"{first!r} has {column.not_finite} numbers that are not finite, "
+    told += f"first in example {column.bad_example}"
     rows = self._rows_of(column.bad_example)
     if rows is None or self._copes_with(rows):
       return GROUP.passed(name, f"{told}; the step stays finite")
+    remedy = "fill in missing values, or give such examples the weight 0, in source() or "
+    words = (*_quoted(first), "read", "load")
     return GROUP.failed(
-      name, told, "non-finite features",
-      "fill in missing values, or give such examples the weight 0, in source() or preprocess()",
-      source_lines.find(
-        self.task, *PREPROCESS, containing=(f'"{first}"', f"'{first}'", "read", "load"),
-      ),
+      name, told, "non-finite features", f"{remedy}preprocess()",
+      source_lines.find(self.task, *PREPROCESS, containing=words),
     )  # fmt: skip
 
   def _rows_of(self, example: int | None) -> Rows | None:
-    for rows in self.reading.batches().take(self.survey.batches).as_numpy_iterator():
-      if example in rows["example_id"]:
-        return rows
-    return None
+    batches = self.reading.batches().take(self.survey.batches).as_numpy_iterator()
+    return next((rows for rows in batches if example in rows["example_id"]), None)
 
   def _copes_with(self, rows: Rows) -> bool:
     start = self.bench.read()
@@ -112,54 +119,46 @@ class Contents:
     if not destroyed:
       told = f"all {len(survey.columns)}" if not constant else f"all but {', '.join(constant)}"
       return GROUP.passed(name, told)
-    column = survey.columns[destroyed[0]]
+    key = destroyed[0]
+    column = survey.columns[key]
+    value = f"{column.low:.3g}" if column.low == column.high else "the same"
+    told = f"{key!r} is {value} for all of {survey.examples} examples, but differs in the source"
     return GROUP.failed(
-      name,
-      f"{destroyed[0]!r} is {_value(column)} for all of {survey.examples} examples, but differs in "
-      "the source",
-      "preprocess() makes a feature constant",
+      name, told, "preprocess() makes a feature constant",
       "cast to float before dividing: integer division by 255, or a cast to int after it, gives 0",
-      source_lines.find(self.task, "preprocess", containing=("//", "cast(", "int", destroyed[0])),
-    )
+      source_lines.find(self.task, "preprocess", containing=("//", "cast(", "int", key)),
+    )  # fmt: skip
 
   @property
   def _whole_epoch(self) -> bool:
     return self.train.total is not None and self.survey.examples >= self.train.total
 
   def _label_range(self, labels: Labels) -> Result:
-    name = "label range"
+    name, count, classes = "label range", self.survey.examples, f"{labels.classes} classes"
     if labels.unknown:
       return GROUP.skipped(name, labels.unknown)
     if labels.wrong:
       key, seen = labels.wrong
       column = self.survey.columns[key]
-      from_one = column.low == 1 and column.high == labels.classes
-      return GROUP.failed(
-        name,
-        f"{key!r} is {column.low:.0f} to {column.high:.0f}, but forward() returns "
-        f"{labels.classes} classes, 0 to {labels.classes - 1}: {seen}",
-        "labels start at 1" if from_one else "labels out of range",
-        "subtract 1 from the labels" if from_one else "give the model as many outputs as there are "
-        "classes, or number the classes from 0 without gaps",
-        source_lines.find(
-          self.task, "build_model", "loss", containing=("Dense(", "classes", "one_hot"),
-        ),
-      )  # fmt: skip
-    if labels.name is None:
-      return GROUP.skipped(
-        name, f"no integer feature picks one of {labels.classes} outputs in the loss"
+      told = (
+        f"{key!r} is {column.low:.0f} to {column.high:.0f}, but forward() returns {classes}, 0 "
       )
+      why = OUT_OF_RANGE
+      if column.low == 1 and column.high == labels.classes:
+        why = FROM_ONE
+      place = source_lines.find(self.task, "build_model", "loss", containing=why.containing)
+      return GROUP.explained(name, f"{told}to {labels.classes - 1}: {seen}", why, place)
+    if labels.name is None:
+      why_not = f"no integer feature picks one of {labels.classes} outputs in the loss"
+      return GROUP.skipped(name, why_not)
     column = self.survey.columns[labels.name]
-    count, classes = self.survey.examples, f"{labels.classes} classes"
     if column.constant and self._whole_epoch and count >= 20:
-      return GROUP.failed(
-        name, f"{labels.name!r} is {column.low:.0f} for all of {count} examples, of {classes}",
-        "all labels are the same", "check what source() reads as the label",
-        source_lines.find(self.task, *SOURCE, containing=(f'"{labels.name}"', f"'{labels.name}'")),
-      )  # fmt: skip
-    return GROUP.passed(
-      name, f"{labels.name!r} is {column.low:.0f} to {column.high:.0f} of {classes}"
-    )
+      told = f"{labels.name!r} is {column.low:.0f} for all of {count} examples, of {classes}"
+      place = source_lines.find(self.task, *SOURCE, containing=_quoted(labels.name))
+      remedy = "check what source() reads as the label"
+      return GROUP.failed(name, told, "all labels are the same", remedy, place)
+    told = f"{labels.name!r} is {column.low:.0f} to {column.high:.0f} of {classes}"
+    return GROUP.passed(name, told)
 
   def _label_order(self, labels: Labels) -> Result:
     name = "labels in mixed order"
@@ -172,19 +171,15 @@ class Contents:
     alone, batches = column.alone, self.survey.batches
     if batches < 4 or len(column.values) < 2 or alone <= 0.8 * batches:
       return GROUP.passed(name, f"{batches - alone} of {batches} batches hold several classes")
-    how = "a stream is never shuffled" if stream else "run.shuffle is False"
-    return GROUP.failed(
-      name,
-      f"{alone} of {batches} batches of {self.batch_size} hold only one class of {labels.name!r}, "
-      f"and {how}",
-      "examples sorted by label",
-      "mix the files of the stream, or call dataset.shuffle(..., seed=...) in source()"
-      if stream
-      else "set run.shuffle = True",
-      source_lines.find(
-        self.task, *SOURCE, containing=("sort", "concatenate", "StreamSource", "return")
-      ),
-    )
+    how, remedy = "run.shuffle is False", "set run.shuffle = True"
+    if stream:
+      how = "a stream is never shuffled"
+      remedy = "mix the files of the stream, or call dataset.shuffle(..., seed=...) in source()"
+    told = f"{alone} of {batches} batches of {self.batch_size} hold only one class of "
+    told += f"{labels.name!r}, and {how}"
+    words = ("sort", "concatenate", "StreamSource", "return")
+    place = source_lines.find(self.task, *SOURCE, containing=words)
+    return GROUP.failed(name, told, "examples sorted by label", remedy, place)
 
   def _scale(self, labels: Labels) -> Result:
     name = "scale of features"
@@ -202,19 +197,17 @@ class Contents:
       size = math.hypot(column.mean, column.std)
       as_is, scaled = labels.probe.losses_if_divided(key, size)
       if as_is > 3 * chance and scaled < as_is / 2:
-        return GROUP.failed(
-          name,
-          f"{key!r} has mean {column.mean:.3g} and standard deviation {column.std:.3g}: the first "
-          f"loss is {as_is:.3g}, divided by {size:.3g} it is {scaled:.3g} (chance: {chance:.3g})",
-          "inputs are not scaled",
-          "scale it to about mean 0 and standard deviation 1 in preprocess(): pixels / 255, or "
-          "(x - mean) / std of the training set",
-          source_lines.find(
-            self.task, "preprocess", "forward", containing=(f'"{key}"', f"'{key}'")
-          ),
-          values={"loss": as_is, "loss_scaled": scaled},
-        )
+        told = f"{key!r} has mean {column.mean:.3g} and standard deviation {column.std:.3g}: the "
+        told += f"first loss is {as_is:.3g}, divided by {size:.3g} it is {scaled:.3g} "
+        place = source_lines.find(self.task, "preprocess", "forward", containing=_quoted(key))
+        values = {"loss": as_is, "loss_scaled": scaled}
+        told += f"(chance: {chance:.3g})"
+        return GROUP.explained(name, told, NOT_SCALED, place, values=values)
     return GROUP.passed(name, f"{told}; the first loss does not suffer")
+
+
+def _quoted(name: str) -> tuple[str, str]:
+  return f'"{name}"', f"'{name}'"
 
 
 def padded_to(rows: Rows, count: int) -> Rows:
@@ -232,7 +225,3 @@ def _described(column: Column) -> str:
   if column.integer:
     return f"{column.dtype}{shape} {column.low:.0f} to {column.high:.0f}"
   return f"{column.dtype}{shape} mean {column.mean:.3g} std {column.std:.3g}"
-
-
-def _value(column: Column) -> str:
-  return f"{column.low:.3g}" if column.low == column.high else "the same"

@@ -37,7 +37,7 @@ from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.bench.dtype_policy import under
 from loopwright.tools.verify.bench.finite_differences import TOLERANCE, compare
 from loopwright.tools.verify.bench.loss_graph import Calls, LossGraph
-from loopwright.tools.verify.report import Group, Result
+from loopwright.tools.verify.report import Explanation, Group, Result
 
 GROUP = Group("gradients")
 STEPS_BEFORE = 3
@@ -46,9 +46,59 @@ MORE = 16
 MOST_VARIABLES = 12
 """At most this many variables, the largest first, are compared with finite differences."""
 METHODS = ("loss", "forward", "train_step", "build_model")
-OUTSIDE = "variable outside the model"
-HELD = "frozen variable that moves"
-STOPPED = ("zeros_like", "tf.zeros(", "* 0.0", "0.0 *", "* 0", "mask", "apply(")
+OUTSIDE = Explanation(
+  cause="variable outside the model",
+  remedy="build the layer in build_model() and return it with the model, such as in a dict; a "
+  "layer that is called on a constant is no part of a Keras model: call it in a layer's call()",
+)
+NOT_OWNED = Explanation(
+  cause="variable that no optimizer updates",
+  remedy="return it from variables_of() of one of the optimizers; if it must stay as it is, say "
+  "so: trainable=False of its layer or model",
+)
+HELD = Explanation(
+  cause="frozen variable that moves",
+  remedy="set trainable=False of its layer, or leave it out in variables_of(): weight decay and "
+  "momentum also move what has a gradient of zero",
+  containing=("zeros_like", "tf.zeros(", "* 0.0", "0.0 *", "* 0", "mask", "apply("),
+)
+MISSING = Explanation(
+  cause="variable without gradient",
+  remedy="use it in the loss, or set trainable=False for its layer; argmax, round, casts to "
+  "integers and NumPy pass no gradient",
+  containing=("argmax", "round", "numpy", "stop_gradient", "tf.cast"),
+)
+ZERO = Explanation(
+  cause="zero gradient",
+  remedy="look for a ReLU that is always off, a saturated activation, or a factor of zero",
+  containing=("relu", "clip_by_value", "* 0", "maximum", "minimum", "round"),
+)
+NOT_FINITE = Explanation(
+  cause="non-finite gradient",
+  remedy="look for log, sqrt, norm or division at 0: add a small number inside, or use "
+  "tf.math.divide_no_nan and losses from logits (tf.nn)",
+  containing=("tf.math.log", "tf.sqrt", "tf.norm", "/ ", "log("),
+)
+PENALTY_TWICE = Explanation(
+  cause="penalty counted twice",
+  remedy="leave them out here: Task.regularization() adds them, once for all replicas",
+)
+NEVER_RUNS = Explanation(
+  cause="gradient that never runs",
+  remedy="use what the function returns, as in x = with_gradient(x): its gradient runs only on the "
+  "way back from there",
+)
+WRONG = Explanation(
+  cause="wrong gradient",
+  remedy="correct the function under tf.custom_gradient, or the operation that passes another "
+  "gradient than its own",
+  containing=("custom_gradient", "py_function"),
+)
+LEFT_OUT = Explanation(
+  cause="average that leaves out variables",
+  remedy="follow all weights of the network, also what batch normalisation keeps: zip("
+  "slow.weights, fast.weights)",
+)
 
 
 @dataclasses.dataclass
@@ -109,42 +159,22 @@ def check(subject: Subject) -> list[Result]:
   still = [n for n, norm in seen.norms.items() if norm == 0 and n not in seen.not_finite]
   zero = [name for name in still if name not in seen.cancelled]
   count = _variables(len(seen.norms))
-  steps = f", after {STEPS_BEFORE} steps"
   note = f"; that of {_named(still)} cancels, as in a loss of differences" if still else ""
-  layers = [f'"{part}"' for name in missing for part in name.split("/")[:-1]]
+  end = next((seen.ends[name] for name in missing if name in seen.ends), "")
   results = [
     _in_model(task, seen.outside),
     _owned(here),
     _frozen(task, seen.held, count),
-    _result(
-      task, "every variable has a gradient", missing, count, "variable without gradient",
-      "use it in the loss, or set trainable=False for its layer; argmax, round, casts to integers "
-      "and NumPy pass no gradient",
-      (*layers, "argmax", "round", "numpy", "stop_gradient", "tf.cast"),
-      place=next((seen.ends[name] for name in missing if name in seen.ends), ""),
-    ),
-    _result(
-      task, "no gradient is zero", zero, f"{count}{steps}{note}", "zero gradient",
-      "look for a ReLU that is always off, a saturated activation, or a factor of zero",
-      ("relu", "clip_by_value", "* 0", "maximum", "minimum", "round"),
-    ),
-    _result(
-      task, "gradients are finite", sorted(seen.not_finite), count, "non-finite gradient",
-      "look for log, sqrt, norm or division at 0: add a small number inside, or use "
-      "tf.math.divide_no_nan and losses from logits (tf.nn)",
-      ("tf.math.log", "tf.sqrt", "tf.norm", "/ ", "log("),
-    ),
-  ]  # fmt: skip
-  results += [_still(here, seen), _averages(here, seen), _differences(task, seen)]
+    _verdict(task, "every variable has a gradient", missing, count, MISSING, end),
+    _verdict(task, "no gradient is zero", zero, f"{count}, after {STEPS_BEFORE} steps{note}", ZERO),
+    _verdict(task, "gradients are finite", sorted(seen.not_finite), count, NOT_FINITE),
+    _still(here, seen),
+    _averages(here, seen),
+    _differences(task, seen),
+  ]
   if seen.twice:
-    results.append(
-      GROUP.failed(
-        "penalties count once", "the loss has the losses of the model's layers twice",
-        "penalty counted twice",
-        "leave them out here: Task.regularization() adds them, once for all replicas",
-        seen.twice,
-      )
-    )  # fmt: skip
+    told = "the loss has the losses of the model's layers twice"
+    results.append(GROUP.explained("penalties count once", told, PENALTY_TWICE, seen.twice))
   results += _calls(seen)
   if seen.sparse:
     most = max(seen.sparse, key=lambda name: seen.sparse[name])
@@ -351,36 +381,20 @@ def _note_differences(
 def _differences(task: Any, seen: GradientNotes) -> Result:
   name = "finite differences"
   if seen.unused:
-    return GROUP.failed(
-      "custom gradients run",
-      "a function with a gradient of its own is called, and nothing uses its result",
-      "gradient that never runs",
-      "use what the function returns, as in x = with_gradient(x): its gradient runs only on the "
-      "way back from there",
-      seen.unused,
-    )  # fmt: skip
+    told = "a function with a gradient of its own is called, and nothing uses its result"
+    return GROUP.explained("custom gradients run", told, NEVER_RUNS, seen.unused)
   if seen.wrong and (seen.stops or seen.on_purpose):
     how = "stops gradients" if seen.stops else f"replaces a gradient ({seen.on_purpose})"
     return GROUP.skipped(name, f"{next(iter(seen.wrong))} differs, and the loss {how} on purpose")
   if seen.wrong:
     variable, (told, true) = next(iter(seen.wrong.items()))
-    return GROUP.failed(
-      name,
-      detail=f"along one direction in {variable} the gradient is {told:.4g}, but the loss changes "
-      f"by {true:.4g}",
-      cause="wrong gradient",
-      remedy="correct the function under tf.custom_gradient, or the operation that passes another "
-      "gradient than its own",
-      place=seen.replaced
-      or source_lines.find(
-        task, *METHODS, containing=("custom_gradient", "py_function"), anywhere=True,
-      ),
-    )  # fmt: skip
+    detail = f"along one direction in {variable} the gradient is {told:.4g}, but the loss changes "
+    place = seen.replaced or _find(task, WRONG.containing)
+    return GROUP.explained(name, f"{detail}by {true:.4g}", WRONG, place)
   if not seen.compared:
     return GROUP.skipped(name, "the loss changes too little, or not smoothly enough, to measure")
   within = f"{TOLERANCE[seen.precision]:.1%} in {seen.precision}".replace(".0%", "%")
-  detail = f"agree within {within} in {_variables(seen.compared)}"
-  return GROUP.passed(name, detail)
+  return GROUP.passed(name, f"agree within {within} in {_variables(seen.compared)}")
 
 
 def _in_model(task: Any, outside: Mapping[str, str]) -> Result:
@@ -388,19 +402,14 @@ def _in_model(task: Any, outside: Mapping[str, str]) -> Result:
   name = "every variable is in the model"
   if not outside:
     return GROUP.passed(name, "no other is made")
+  told = f"{_named(list(outside))}: read by the step, not trained and not saved"
   place = source_lines.qualified(next(iter(outside.values())), task)
-  return GROUP.failed(
-    name, cause=OUTSIDE, place=place,
-    detail=f"{_named(list(outside))}: read by the step, not trained and not saved",
-    remedy="build the layer in build_model() and return it with the model, such as in a dict; a "
-    "layer that is called on a constant is no part of a Keras model: call it in a layer's call()",
-  )  # fmt: skip
+  return GROUP.explained(name, told, OUTSIDE, place)
 
 
 def _owned(here: Bench) -> Result:
   """Checks that each trainable variable has an optimizer, or is set by `step.assign`."""
-  owned = {id(models.raw(v)) for o in here.trainer.parts.optimizers.values() for v in o.variables}
-  owned |= {id(variable) for variable in here.trainer.assigned.values()}
+  owned = _owned_ids(here) | {id(variable) for variable in here.trainer.assigned.values()}
   trainable = models.trainable_variables(here.task.model)
   names = [models.name(v) for v in trainable if id(models.raw(v)) not in owned]
   parts = here.task.model.items() if isinstance(here.task.model, Mapping) else ()
@@ -408,13 +417,10 @@ def _owned(here: Bench) -> Result:
     f'"{key}"' for key, part in parts
     if any(models.name(v) in names for v in models.trainable_variables(part))
   ]  # fmt: skip
-  layers = [f'"{part}"' for name in names for part in name.split("/")[:-1]]
-  return _result(
-    here.task, "every variable has an optimizer", names, _variables(len(trainable)),
-    "variable that no optimizer updates",
-    "return it from variables_of() of one of the optimizers; if it must stay as it is, say so: "
-    "trainable=False of its layer or model",
-    (*without, *layers), ("variables_of", "build_model"),
+  words, methods = (*without, *_layers(names)), ("variables_of", "build_model")
+  return _verdict(
+    here.task, "every variable has an optimizer", names, _variables(len(trainable)), NOT_OWNED,
+    source_lines.find(here.task, *methods, containing=words, anywhere=True),
   )  # fmt: skip
 
 
@@ -422,12 +428,8 @@ def _frozen(task: Any, held: Sequence[str], count: str) -> Result:
   name = "what is frozen stays as it is"
   if not held:
     return GROUP.passed(name, count)
-  return GROUP.failed(
-    name, f"{_named(held)} moves, but step.apply() always gets zeros in place of its gradient",
-    cause=HELD, place=source_lines.mention(task, *STOPPED),
-    remedy="set trainable=False of its layer, or leave it out in variables_of(): weight decay and "
-    "momentum also move what has a gradient of zero",
-  )  # fmt: skip
+  told = f"{_named(held)} moves, but step.apply() always gets zeros in place of its gradient"
+  return GROUP.explained(name, told, HELD, source_lines.mention(task, *HELD.containing))
 
 
 def _still(here: Bench, seen: GradientNotes) -> Result:
@@ -448,10 +450,9 @@ def _still(here: Bench, seen: GradientNotes) -> Result:
 
 def _averages(here: Bench, seen: GradientNotes) -> Result:
   """Checks that what follows another network follows all of it."""
-  name = "averages follow all of a network"
+  name, owned = "averages follow all of a network", _owned_ids(here)
   parts = [[v for v in models.weights(p) if models.raw(v).dtype.is_floating]
            for _, p in loss_graph.parts_by_name(here.task.model)]  # fmt: skip
-  owned = {id(models.raw(v)) for o in here.trainer.parts.optimizers.values() for v in o.variables}
   for slow, fast in itertools.permutations(parts, 2):
     pairs = [*zip(slow, fast, strict=False)]
     alike = len(slow) == len(fast) and all(one.shape == other.shape for one, other in pairs)
@@ -460,16 +461,17 @@ def _averages(here: Bench, seen: GradientNotes) -> Result:
       continue
     left = [pair for pair, move in zip(pairs, moves, strict=True) if move == (False, True)]
     if left:
-      names = [models.name(one) for one, _ in left]
-      return GROUP.failed(
-        name, f"{_named(names)} stays as it is, but {models.name(left[0][1])} moves, and a step "
-        "sets the others",
-        "average that leaves out variables",
-        "follow all weights of the network, also what batch normalisation keeps: zip(slow.weights, "
-        "fast.weights)",
-        source_lines.mention(here.task, "step.assign", ".assign"),
-      )  # fmt: skip
+      names = _named([models.name(one) for one, _ in left])
+      told = f"{names} stays as it is, but {models.name(left[0][1])} moves, and a step "
+      place = source_lines.mention(here.task, "step.assign", ".assign")
+      return GROUP.explained(name, f"{told}sets the others", LEFT_OUT, place)
   return GROUP.passed(name, "no network follows a part of another")
+
+
+def _owned_ids(here: Bench) -> set[int]:
+  """Returns the ids of the variables that an optimizer updates."""
+  optimizers = here.trainer.parts.optimizers.values()
+  return {id(models.raw(v)) for optimizer in optimizers for v in optimizer.variables}
 
 
 def _calls(seen: GradientNotes) -> list[Result]:
@@ -498,14 +500,20 @@ def _named(names: Sequence[str]) -> str:
   return f"{', '.join(names[:3])}{more}"
 
 
-def _result(
-  task: Any, name: str, wrong: Sequence[str], detail: str, cause: str, remedy: str,
-  containing: tuple[str, ...], methods: tuple[str, ...] = METHODS, place: str = "",
-) -> Result:  # fmt: skip
+def _layers(names: Sequence[str]) -> list[str]:
+  """Returns the names of the layers of variables, in quotes."""
+  return [f'"{part}"' for name in names for part in name.split("/")[:-1]]
+
+
+def _find(task: Any, words: Sequence[str]) -> str:
+  return source_lines.find(task, *METHODS, containing=words, anywhere=True)
+
+
+def _verdict(
+  task: Any, name: str, wrong: Sequence[str], detail: str, why: Explanation, place: str = ""
+) -> Result:
+  """Returns the result for variables of which some are `wrong`."""
   if not wrong:
     return GROUP.passed(name, detail)
-  return GROUP.failed(
-    name, detail=_named(wrong), cause=cause,
-    remedy=remedy,
-    place=place or source_lines.find(task, *methods, containing=containing, anywhere=True),
-  )  # fmt: skip
+  words = (*(_layers(wrong) if why is MISSING else ()), *why.containing)
+  return GROUP.explained(name, _named(wrong), why, place or _find(task, words))

@@ -8,6 +8,7 @@ replica and at 2n on two differs at one of them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from unittest import mock
 
@@ -52,14 +53,11 @@ class LaterSteps:
   def take(self, replicas: int, here: Bench) -> None:
     """Reads the rates and runs the steps of one bench, after its first steps (host)."""
     step = here.trainer.global_step
-    self._rates[replicas] = {}
-    for name, optimizer in here.trainer.parts.optimizers.items():
-      read = []
-      for number in RATE_NUMBERS:
-        step.assign(number)
-        read.append(float(optimizer.learning_rate()))
-      self._rates[replicas][name] = read
-    self._outcomes[replicas] = []
+    rates: Rates = {name: [] for name in here.trainer.parts.optimizers}
+    for name, number in itertools.product(rates, RATE_NUMBERS):
+      step.assign(number)
+      rates[name].append(float(here.trainer.parts.optimizers[name].learning_rate()))
+    self._rates[replicas], self._outcomes[replicas] = rates, []
     for number in NUMBERS:
       here.assign(self.compared.start)
       step.assign(number)
@@ -67,24 +65,20 @@ class LaterSteps:
 
   def result(self) -> Result:
     """Compares two and three replicas with one."""
-    told = self._rate() or self._update()
-    if not told:
-      detail = f"{len(NUMBERS)} steps up to number {NUMBERS[-1]:,}, on 1, 2 and 3 replicas"
-      return GROUP.passed(NAME, detail)
-    return GROUP.failed(
-      NAME, detail=told, cause=CAUSE, remedy=REMEDY,
-      place=self._place(),
-    )  # fmt: skip
+    if told := self._rate() or self._update():
+      return GROUP.failed(NAME, told, CAUSE, REMEDY, self._place())
+    detail = f"{len(NUMBERS)} steps up to number {NUMBERS[-1]:,}, on 1, 2 and 3 replicas"
+    return GROUP.passed(NAME, detail)
 
   def _rate(self) -> str:
-    for replicas in (2, 3):
-      for name, rates in self._rates[1].items():
-        for number, one, more in zip(RATE_NUMBERS, rates, self._rates[replicas][name], strict=True):
-          if abs(one - more) > 1e-5 * abs(one):
-            return (
-              f"at step {number:,} the learning rate of {name!r} is {one:.4g} on one replica and "
-              f"{more:.4g} on {replicas}"
-            )
+    for replicas, name in itertools.product((2, 3), self._rates[1]):
+      rates = (self._rates[n][name] for n in (1, replicas))
+      for number, one, more in zip(RATE_NUMBERS, *rates, strict=True):
+        if abs(one - more) > 1e-5 * abs(one):
+          told = (
+            f"at step {number:,} the learning rate of {name!r} is {one:.4g} on one replica and "
+          )
+          return f"{told}{more:.4g} on {replicas}"
     return ""
 
   def _update(self) -> str:
@@ -93,10 +87,8 @@ class LaterSteps:
       for number, one, more in pairs:
         found = self.compared.difference(more, one, without=self.compared.noisy)
         if found.worst > AFTER_STEPS:
-          return (
-            f"at step {number:,} on {replicas} replicas {found.detail}, in the first steps it does "
-            "not"
-          )
+          told = f"at step {number:,} on {replicas} replicas {found.detail}, "
+          return f"{told}in the first steps it does not"
     return ""
 
   def _place(self) -> str:

@@ -25,12 +25,11 @@ from loopwright.tools.verify.bench.comparison import AFTER_STEPS, Comparison
 from loopwright.tools.verify.bench.explanations import (
   PREDICTIONS,
   REGULARISATION,
-  Explanation,
   Part,
   fits,
   weighted_mean,
 )
-from loopwright.tools.verify.report import Group, Result
+from loopwright.tools.verify.report import Explanation, Group, Result
 
 GROUP = Group("mesh")
 RUNS, UPDATE, STATE, METRICS, NOISE, OWN = (
@@ -107,7 +106,8 @@ def check(subject: Subject) -> list[Result]:
   except ConfigError:
     raise  # a mistake in the layouts, told by itself
   except (tf.errors.OpError, TypeError, ValueError) as error:
-    return [_failed(RUNS, failure(error), NO_RULE, place_of(error) or on_mesh.named_in(error))]
+    place = place_of(error) or on_mesh.named_in(error)
+    return [GROUP.explained(RUNS, failure(error), NO_RULE, place)]
 
 
 class OnMesh:
@@ -125,10 +125,9 @@ class OnMesh:
   def crash(self) -> Result | None:
     """Returns the finding for an operation that would end this process; None if there is none."""
     for operation in graphs.operations(self.compared.alone.graph(self.compared.batch)):
-      if _crashes(operation):
-        place = source_lines.of_operation(operation, self.task)
-        if place:  # else it is TensorFlow's or Keras's own, which may be none on a mesh
-          return _failed(RUNS, f"{operation.type} of this kind crashes DTensor", CRASH, place)
+      place = source_lines.of_operation(operation, self.task) if _crashes(operation) else ""
+      if place:  # else it is TensorFlow's or Keras's own, which may be none on a mesh
+        return GROUP.explained(RUNS, f"{operation.type} of this kind crashes DTensor", CRASH, place)
     return None
 
   def named_in(self, error: Exception) -> str:
@@ -140,22 +139,23 @@ class OnMesh:
 
   def results(self) -> Iterator[Result]:
     """Yields the results; after an update that differs only those that say more."""
-    outcomes = self.compared.outcomes(self._here)
+    of = self.compared
+    outcomes = of.outcomes(self._here)
     yield GROUP.passed(RUNS, f"{self.strategy.mesh.size} devices, {self.shares} parts of the rows")
-    compared = self.compared
-    found = compared.differences(outcomes, compared.state)
+    found = of.differences(outcomes, of.state)
     worst = max(found.values(), key=lambda each: each.worst)
-    if worst.worst > compared.tolerance:
-      explanation = self._explain(outcomes)
-      yield _failed(UPDATE, worst.detail, explanation, self._find(explanation))
+    wrong = worst.detail if worst.worst > of.tolerance else ""
+    why = self._explain(outcomes) if wrong else UNKNOWN
+    yield self._verdict(UPDATE, wrong, why, f"relative difference {worst.worst:.1e}")
+    if wrong:
       return
-    yield GROUP.passed(UPDATE, f"relative difference {worst.worst:.1e}")
-    yield from self._state(outcomes)
+    if of.state:
+      worst = max(of.differences(outcomes, of.updated).values(), key=lambda each: each.worst)
+      yield self._verdict(STATE, worst.detail if worst.worst > of.tolerance else "", PART_STATE)
     wrong = next((each.metrics for each in found.values() if each.metrics), "")
-    place = source_lines.find(self.task, "metrics", containing=PART_METRIC.containing)
-    yield _verdict(METRICS, wrong, PART_METRIC, place)
+    yield self._verdict(METRICS, wrong, PART_METRIC)
     noisy = self._noise(metrics=not wrong)
-    yield _verdict(NOISE, noisy, NUMBERS, self._find(NUMBERS))
+    yield self._verdict(NOISE, noisy, NUMBERS)
     if not noisy:
       yield self._several_steps()
 
@@ -165,17 +165,14 @@ class OnMesh:
       strategy=self.strategy,
     )  # fmt: skip
 
-  def _find(self, explanation: Explanation) -> str:
-    return self.compared.find(explanation)
-
-  def _state(self, outcomes: Mapping[str, Outcome]) -> Iterator[Result]:
-    compared = self.compared
-    if not compared.state:
-      return
-    found = compared.differences(outcomes, compared.updated)
-    worst = max(found.values(), key=lambda each: each.worst)
-    wrong = worst.detail if worst.worst > compared.tolerance else ""
-    yield _verdict(STATE, wrong, PART_STATE, self._find(PART_STATE))
+  def _verdict(self, name: str, wrong: str, why: Explanation, detail: str = "") -> Result:
+    if not wrong:
+      return GROUP.passed(name, detail)
+    if why is PART_METRIC:
+      place = source_lines.find(self.task, "metrics", containing=why.containing)
+    else:
+      place = self.compared.find(why) if name != OWN else ""
+    return GROUP.explained(name, wrong, why, place)
 
   def _noise(self, *, metrics: bool) -> str:
     """Compares a step with the task's own random numbers; returns how it differs, or "".
@@ -183,33 +180,32 @@ class OnMesh:
     Args:
       metrics: whether to compare metrics too.
     """
+    of = self.compared
     plain: dict[str, Any] = {"optimizer": bench.gradient_descent, "quiet": False}
-    one = Bench(self.subject, rows=self.compared.rows, always=True, **plain)
-    outcomes = [
-      each.steps_from(self.compared.start, self.compared.batch)
-      for each in (self._bench(self.compared.rows, **plain), one)
-    ]
-    found = self.compared.difference(*outcomes, without=self.compared.state)
-    if found.worst > self.compared.tolerance:
+    one = Bench(self.subject, rows=of.rows, always=True, **plain)
+    both = (self._bench(of.rows, **plain), one)
+    outcomes = [each.steps_from(of.start, of.batch) for each in both]
+    found = of.difference(*outcomes, without=of.state)
+    if found.worst > of.tolerance:
       return found.detail
     return found.metrics if metrics else ""
 
   def _several_steps(self) -> Result:
     """Compares steps with the config's own optimizer and options."""
-    compared, ends = self.compared, []
-    for here in (self._bench(compared.rows), Bench(self.subject, rows=compared.rows, always=True)):
-      here.assign(compared.start)
-      outcomes = [here.step(rows) for rows in (compared.batch, *compared.cases.values())]
-      ends.append(Outcome(before=compared.start, after=outcomes[-1].after, metrics={}))
-    found = compared.difference(ends[0], ends[1], without=compared.noisy | compared.state)
+    of, ends = self.compared, []
+    for here in (self._bench(of.rows), Bench(self.subject, rows=of.rows, always=True)):
+      here.assign(of.start)
+      outcomes = [here.step(rows) for rows in (of.batch, *of.cases.values())]
+      ends.append(Outcome(before=of.start, after=outcomes[-1].after, metrics={}))
+    found = of.difference(ends[0], ends[1], without=of.noisy | of.state)
     wrong = found.detail if found.worst > AFTER_STEPS else ""
-    return _verdict(OWN, wrong, UNKNOWN, "", f"relative difference {found.worst:.1e}")
+    return self._verdict(OWN, wrong, UNKNOWN, f"relative difference {found.worst:.1e}")
 
   def _explain(self, outcomes: Mapping[str, Outcome]) -> Explanation:
     """Returns the mistake whose prediction fits the update in every case."""
-    compared, used = self.compared, self.compared.trained
-    seen, whole = compared.updates(outcomes, used), compared.updates(compared.reference, used)
-    parts = compared.parts_of_cases(self.shares, used)
+    of, used = self.compared, self.compared.trained
+    seen, whole = of.updates(outcomes, used), of.updates(of.reference, used)
+    parts = of.parts_of_cases(self.shares, used)
     factor = _factor(seen["full batch"], whole["full batch"])
     if all(fits(seen[case], factor * whole[case]) for case in seen):
       return FACTOR
@@ -220,30 +216,25 @@ class OnMesh:
     for _, predict in PREDICTIONS:
       if all(fits(seen[case], predict(whole[case], parts[case])) for case in seen):
         return OF_PARTS
-    if compared.has_penalty(seen, whole):
+    if of.has_penalty(seen, whole):
       return PENALTY
-    if fits(seen["full batch"], weighted_mean(self._alone())):
-      return OF_PARTS
-    return UNKNOWN
+    return OF_PARTS if fits(seen["full batch"], weighted_mean(self._alone())) else UNKNOWN
 
   def _alone(self) -> list[Part]:
     """Returns the update of each part's rows, without the other rows being there at all."""
-    compared, found = self.compared, []
-    for rows in np.split(np.arange(compared.rows), self.shares):
-      batch = {name: np.concatenate([v[rows]] * self.shares) for name, v in compared.batch.items()}
-      outcome = compared.on_one(batch)
-      found.append((compared.flat(outcome, compared.trained), batch["weight"].sum()))
+    of, found = self.compared, []
+    for rows in np.split(np.arange(of.rows), self.shares):
+      batch = {name: np.concatenate([v[rows]] * self.shares) for name, v in of.batch.items()}
+      found.append((of.flat(of.on_one(batch), of.trained), batch["weight"].sum()))
     return found
 
   def _lost(self, outcomes: Mapping[str, Outcome]) -> bool:
     """Whether a variable never moves that moves on one device."""
-    pairs = [
-      (outcome.update(), self.compared.reference[case].update())
-      for case, outcome in outcomes.items()
-    ]
+    of = self.compared
+    pairs = [(outcome.update(), of.reference[case].update()) for case, outcome in outcomes.items()]
     return any(
       trained and all(there[i].any() and not here[i].any() for here, there in pairs)
-      for i, trained in enumerate(self.compared.trained)
+      for i, trained in enumerate(of.trained)
     )
 
 
@@ -263,13 +254,3 @@ def _crashes(operation: tf.Operation) -> bool:
   if operation.type == "SelectV2":
     return operation.inputs[0].shape.rank == 0 and operation.outputs[0].shape.rank != 0
   return False
-
-
-def _failed(name: str, detail: str, explanation: Explanation, place: str) -> Result:
-  return GROUP.failed(name, detail, explanation.cause, explanation.remedy, place)
-
-
-def _verdict(
-  name: str, wrong: str, explanation: Explanation, place: str, detail: str = ""
-) -> Result:
-  return _failed(name, wrong, explanation, place) if wrong else GROUP.passed(name, detail)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from loopwright import configurables
 from loopwright.inputs.parts import prefixes
 from loopwright.models import models
 from loopwright.optimizers.loss_scale import dynamic
-from loopwright.tools.verify.bench import recording, source_lines
+from loopwright.tools.verify.bench import explanations as known
+from loopwright.tools.verify.bench import source_lines
 from loopwright.tools.verify.bench.bench import Bench, Outcome, Rows
 from loopwright.tools.verify.bench.comparison import (
   AFTER_STEPS,
@@ -21,168 +22,151 @@ from loopwright.tools.verify.bench.comparison import (
   Difference,
   normalisations,
 )
-from loopwright.tools.verify.bench.explanations import (
-  BY_OPTION,
-  CHECKED_FIRST,
-  KEPT_STATE,
-  LOCAL_CONDITION,
-  OPTIMIZER,
-)
 from loopwright.tools.verify.checks import order
 from loopwright.tools.verify.checks.later_steps import LaterSteps
-from loopwright.tools.verify.report import Group, Result
+from loopwright.tools.verify.report import Explanation, Group, Result
 
 GROUP = Group("replicas")
+SAME, OVERFLOW = "same weights after 4 steps", "overflow on one replica"
+OWN_CHECK = Explanation(
+  cause=known.CHECKED_FIRST.cause,
+  remedy="decide by step.check of the reduced gradients, which is the same on every replica",
+)
+Options = dict[str, dict[str, Any]]
+"""What is switched on -> its options of `Trainer`."""
 
 
-class OwnOptimizer:
-  """Several steps on 1, 2 and 3 replicas, then one in which a replica overflows."""
+class Steps(NamedTuple):
+  """Several steps on 1, 2 and 3 replicas, then one in which a replica overflows.
 
-  def __init__(self, compared: Comparison) -> None:
-    self.compared, self.task = compared, compared.task
-    self._later = LaterSteps(compared)
+  Attributes:
+    apart: how those on 2 and on 3 replicas differ.
+    overflow: the result for the last one.
+    later: what runs after these steps.
+  """
 
-  def same_with_options(self, *, alike: bool) -> Iterator[Result]:
-    """Checks several steps with all options on; if they differ, each option alone.
+  apart: dict[int, Difference]
+  overflow: Result
+  later: LaterSteps
 
-    Args:
-      alike: whether the bare updates agree; otherwise only the overflow is checked.
-    """
-    name = "same weights after 4 steps"
-    options = self._options()
-    try:
-      steps = self.run(options)
-    except ValueError:
-      if self.compared.subject.accumulation_steps > 1:
-        raise
-      options.pop("accumulation", None)  # the task splits the batch itself, so the config does not
-      steps = self.run(options)
-    told = f"own optimizer, {', '.join(options)}"
-    overflow = steps.pop("overflow")
-    worst = max(steps.values(), key=lambda each: each.worst)
-    if not alike:
-      yield GROUP.skipped(name, "a single step differs; fix that first")
-    elif worst.worst <= AFTER_STEPS:
-      yield GROUP.passed(
-        name, detail=f"{told}: relative difference {worst.worst:.1e}",
-        values={str(replicas): each.worst for replicas, each in steps.items()},
-      )  # fmt: skip
-      yield self._later.result()
-    elif condition := self._local_condition():
-      cause, remedy = LOCAL_CONDITION.cause, LOCAL_CONDITION.remedy
-      yield GROUP.failed(name, worst.detail, cause, remedy, condition.place)
-      return
-    else:
-      yield self._option_fails(name, options, worst)
-    yield overflow
+  @property
+  def worst(self) -> Difference:
+    """The larger of the differences."""
+    return max(self.apart.values(), key=lambda each: each.worst)
 
-  def _local_condition(self) -> recording.Call | None:
-    """Returns the call whose `when` depends on the rows of one replica."""
-    return next(
-      (call for call in self.compared.calls if call.local and call.verb == "gradients"), None
+
+def same_with_options(of: Comparison, *, alike: bool) -> Iterator[Result]:
+  """Checks several steps with all options on; if they differ, each option alone.
+
+  Args:
+    of: the step on one replica.
+    alike: whether the bare updates agree; otherwise only the overflow is checked.
+  """
+  options = _options(of)
+  try:
+    steps = run(of, options)
+  except ValueError:
+    if of.subject.accumulation_steps > 1:
+      raise
+    options.pop("accumulation", None)  # the task splits the batch itself, so the config does not
+    steps = run(of, options)
+  worst = steps.worst
+  if not alike:
+    yield GROUP.skipped(SAME, "a single step differs; fix that first")
+  elif worst.worst <= AFTER_STEPS:
+    told = f"own optimizer, {', '.join(options)}: relative difference {worst.worst:.1e}"
+    values = {str(replicas): each.worst for replicas, each in steps.apart.items()}
+    yield GROUP.passed(SAME, told, values=values)
+    yield steps.later.result()
+  elif local := [call for call in of.calls if call.local and call.verb == "gradients"]:
+    yield GROUP.explained(SAME, worst.detail, known.LOCAL_CONDITION, local[0].place)
+    return
+  else:
+    alone = (
+      option for option in options if run(of, {option: options[option]}).worst.worst > AFTER_STEPS
     )
+    explanation = known.BY_OPTION.get(next(alone, ""), known.OPTIMIZER)
+    yield GROUP.explained(SAME, worst.detail, explanation, of.find(explanation))
+  yield steps.overflow
 
-  def _options(self) -> dict[str, dict[str, Any]]:
-    norm = self.compared.reference["full batch"].metrics.get("gradient_norm", 0.0)
-    options: dict[str, dict[str, Any]] = {}
-    clipped_by_value = (
-      "Trainer.clip_value" in configurables.bindings()
-      or "clip_value" in self.compared.subject.options
-    )
-    if norm > 0 and not clipped_by_value:
-      options["clip_norm"] = {"clip_norm": norm / 2}
-    micro = self.compared.subject.accumulation_steps
-    if micro > 1 or not self.compared.coupled():
-      options["accumulation"] = {"accumulation_steps": micro if micro > 1 else 2}
-    options["loss scaling"] = {"loss_scale": dynamic}
-    return options
 
-  def run(self, options: Mapping[str, dict[str, Any]]) -> dict[Any, Any]:
-    """Returns how 2 and 3 replicas differ from one, and the result for the "overflow"."""
-    arguments = {key: value for option in options.values() for key, value in option.items()}
-    last = np.arange(self.compared.rows) == self.compared.rows - 1
-    planted = _with_infinity(self.compared.batch, last)
-    order = [self.compared.cases["full batch"], *self.compared.cases.values()]
-    ends, skips = {}, {}
-    for replicas in (1, 2, 3):
-      here = Bench(self.compared.subject, replicas, rows=self.compared.rows, **arguments)
-      here.assign(self.compared.start)
-      outcomes = [here.step(rows) for rows in order]
-      ends[replicas] = dataclasses.replace(outcomes[-1], before=self.compared.start)
-      self._later.take(replicas, here)
-      if planted is not None:
-        skips[replicas] = (here.step(planted), here.trainable)
-    found: dict[Any, Any] = {
-      replicas: self.compared.difference(ends[replicas], ends[1], without=self.compared.noisy)
-      for replicas in (2, 3)
-    }
-    return {**found, "overflow": self._overflow(skips)}
+def _options(of: Comparison) -> Options:
+  norm = of.reference["full batch"].metrics.get("gradient_norm", 0.0)
+  options: Options = {}
+  by_value = "Trainer.clip_value" in configurables.bindings() or "clip_value" in of.subject.options
+  if norm > 0 and not by_value:
+    options["clip_norm"] = {"clip_norm": norm / 2}
+  micro = of.subject.accumulation_steps
+  if micro > 1 or not of.coupled():
+    options["accumulation"] = {"accumulation_steps": micro if micro > 1 else 2}
+  options["loss scaling"] = {"loss_scale": dynamic}
+  return options
 
-  def _overflow(self, skips: Mapping[int, tuple[Outcome, list[bool]]]) -> Result:
-    name = "overflow on one replica"
-    if not skips:
-      return GROUP.skipped(name, "there is no float feature to set to infinity")
-    moved = {n: _moved(outcome, trainable) for n, (outcome, trainable) in skips.items()}
-    outcomes = {n: outcome for n, (outcome, _) in skips.items()}
-    if moved[1] and not np.isfinite(self.compared.flat(outcomes[1], self.compared.trained)).all():
-      return GROUP.skipped(name, "the task applies non-finite gradients, on one replica too")
-    if moved[1]:  # it skipped only some of its updates, or none
-      apart = {n: self.compared.apart(outcomes[n], outcomes[1]) for n in (2, 3)}
-      wrong = [str(n) for n, difference in apart.items() if not difference <= AFTER_STEPS]
-      worst = max(apart.values())
-      right = f"the step is the same on every replica: relative difference {worst:.1e}"
-      bad = "the step differs from that of one replica if one of them overflows"
-    else:
-      wrong = [str(n) for n, there in moved.items() if there]
-      right = "the step is skipped on every replica, no weight moves"
-      bad = "weights move although one replica overflows"
-    if not wrong and not moved[1] and (told := self._spoiled(outcomes)):
-      return GROUP.failed(
-        name, detail=f"the step is skipped, but {told} it",
-        cause=KEPT_STATE.cause, remedy=KEPT_STATE.remedy, place=self.compared.find(KEPT_STATE),
-      )  # fmt: skip
-    if not wrong:
-      return GROUP.passed(name, right)
-    told = f"on {' and '.join(wrong)} replicas, {bad}"
-    mistake = order.first_mistake(self.compared.calls)
-    if mistake and mistake[0] is not CHECKED_FIRST:
-      why, call = mistake
-      return GROUP.failed(name, told, why.cause, why.remedy, call.place)
-    return GROUP.failed(
-      name, detail=told,
-      cause=CHECKED_FIRST.cause,
-      remedy="decide by step.check of the reduced gradients, which is the same on every replica",
-      place=source_lines.find(self.task, *METHODS, containing=("is_finite", "check(", "apply(")),
-    )  # fmt: skip
 
-  def _spoiled(self, outcomes: Mapping[int, Outcome]) -> str:
-    """Returns what an overflow has done to a variable that no optimizer updates; "" if nothing."""
-    layers = normalisations(self.task.model)  # Keras updates their statistics in each step
-    own = {id(models.raw(v)) for layer in layers for v in layer.variables}
-    alone = self.compared.alone
-    kept = [i for i in sorted(self.compared.state) if id(alone.variables[i]) not in own]
-    for outcome in outcomes.values():
-      trained = [outcome.before[i] for i in sorted(self.compared.updated)]
-      for index in kept:
-        before, copies = outcome.before[index], outcome.after[index]
-        if np.isfinite(before).all() and not all(np.isfinite(copy).all() for copy in copies):
-          return f"{alone.names[index]} is not finite after"
-        if any(_averages(before, copies[0], each) for each in trained):
-          return f"{alone.names[index]}, an average of weights, moves in"
-    return ""
+def run(of: Comparison, options: Mapping[str, dict[str, Any]]) -> Steps:
+  """Takes the steps on 1, 2 and 3 replicas."""
+  arguments = {key: value for option in options.values() for key, value in option.items()}
+  planted = _with_infinity(of.batch, np.arange(of.rows) == of.rows - 1)
+  ends, skips, later = {}, {}, LaterSteps(of)
+  for replicas in (1, 2, 3):
+    here = Bench(of.subject, replicas, rows=of.rows, **arguments)
+    here.assign(of.start)
+    outcomes = [here.step(rows) for rows in (of.batch, *of.cases.values())]
+    ends[replicas] = dataclasses.replace(outcomes[-1], before=of.start)
+    later.take(replicas, here)
+    if planted is not None:
+      skips[replicas] = (here.step(planted), here.trainable)
+  apart = {n: of.difference(ends[n], ends[1], without=of.noisy) for n in (2, 3)}
+  return Steps(apart, _overflow(of, skips), later)
 
-  def _option_fails(
-    self, name: str, options: Mapping[str, dict[str, Any]], worst: Difference
-  ) -> Result:
-    culprit = ""
-    for option, arguments in options.items():
-      alone = self.run({option: arguments})
-      if max(alone[2].worst, alone[3].worst) > AFTER_STEPS:
-        culprit = option
-        break
-    explanation = BY_OPTION.get(culprit, OPTIMIZER)
-    place = self.compared.find(explanation)
-    return GROUP.failed(name, worst.detail, explanation.cause, explanation.remedy, place)
+
+def _overflow(of: Comparison, skips: Mapping[int, tuple[Outcome, list[bool]]]) -> Result:
+  if not skips:
+    return GROUP.skipped(OVERFLOW, "there is no float feature to set to infinity")
+  moved = {n: _moved(outcome, trainable) for n, (outcome, trainable) in skips.items()}
+  outcomes = {n: outcome for n, (outcome, _) in skips.items()}
+  if moved[1] and not np.isfinite(of.flat(outcomes[1], of.trained)).all():
+    why = "the task applies non-finite gradients, on one replica too"
+    return GROUP.skipped(OVERFLOW, why)
+  if moved[1]:  # it skipped only some of its updates, or none
+    apart = {n: of.apart(outcomes[n], outcomes[1]) for n in (2, 3)}
+    wrong = [str(n) for n, difference in apart.items() if not difference <= AFTER_STEPS]
+    right = "the step is the same on every replica: relative difference "
+    right += f"{max(apart.values()):.1e}"
+    bad = "the step differs from that of one replica if one of them overflows"
+  else:
+    wrong = [str(n) for n, there in moved.items() if there]
+    right = "the step is skipped on every replica, no weight moves"
+    bad = "weights move although one replica overflows"
+  if not wrong and not moved[1] and (told := _spoiled(of, outcomes)):
+    told, place = f"the step is skipped, but {told} it", of.find(known.KEPT_STATE)
+    return GROUP.explained(OVERFLOW, told, known.KEPT_STATE, place)
+  if not wrong:
+    return GROUP.passed(OVERFLOW, right)
+  told = f"on {' and '.join(wrong)} replicas, {bad}"
+  mistake = order.first_mistake(of.calls)
+  if mistake and mistake[0] is not known.CHECKED_FIRST:
+    return GROUP.explained(OVERFLOW, told, mistake[0], mistake[1].place)
+  words = ("is_finite", "check(", "apply(")
+  return GROUP.explained(
+    OVERFLOW, told, OWN_CHECK, source_lines.find(of.task, *METHODS, containing=words)
+  )
+
+
+def _spoiled(of: Comparison, outcomes: Mapping[int, Outcome]) -> str:
+  """Returns what an overflow has done to a variable that no optimizer updates; "" if nothing."""
+  layers = normalisations(of.task.model)  # Keras updates their statistics in each step
+  own = {id(models.raw(v)) for layer in layers for v in layer.variables}
+  kept = [i for i in sorted(of.state) if id(of.alone.variables[i]) not in own]
+  for outcome in outcomes.values():
+    trained = [outcome.before[i] for i in sorted(of.updated)]
+    for index in kept:
+      before, copies = outcome.before[index], outcome.after[index]
+      if np.isfinite(before).all() and not all(np.isfinite(copy).all() for copy in copies):
+        return f"{of.alone.names[index]} is not finite after"
+      if any(_averages(before, copies[0], each) for each in trained):
+        return f"{of.alone.names[index]}, an average of weights, moves in"
+  return ""
 
 
 def _moved(outcome: Outcome, trainable: Sequence[bool]) -> bool:
@@ -209,7 +193,6 @@ def _with_infinity(batch: Rows, where: np.ndarray) -> Rows | None:
   floats = [n for n, v in batch.items() if n not in weights and np.issubdtype(v.dtype, np.floating)]
   planted = dict(batch)
   for name in floats:
-    planted[name] = np.where(
-      where.reshape([-1] + [1] * (batch[name].ndim - 1)), np.inf, batch[name]
-    ).astype(batch[name].dtype)
+    planted[name] = batch[name].copy()
+    planted[name][where] = np.inf
   return planted if floats else None

@@ -22,17 +22,28 @@ from loopwright.tools.verify.bench import bench, layer_calls, random_draws, sour
 from loopwright.tools.verify.bench.bench import Bench, Outcome, Rows, Subject, numbers
 from loopwright.tools.verify.bench.comparison import normalisations
 from loopwright.tools.verify.bench.random_draws import FIXED, FROZEN, ONCE, STATEFUL, Draw
-from loopwright.tools.verify.checks.augmentation import Augmentation
-from loopwright.tools.verify.report import Group, Result
+from loopwright.tools.verify.checks import augmentation
+from loopwright.tools.verify.report import Explanation, Group, Result
 
 GROUP = Group("randomness")
 ROUNDING = 1e-5
 """A relative difference below this is rounding, not other random numbers."""
 METHODS = ("train_step", "training_loss", "forward", "loss", "build_model")
-MIXED = "examples that depend on one another"
-TRAINING = (
-  "pass training on: self.model(x, training=training); without it, Keras layers behave as in "
-  "evaluation"
+REPEATS, STEPS, REPLICAS = (
+  "repeats with the seed", "differs between steps", "differs between replicas",
+)  # fmt: skip
+MIXED = Explanation(
+  cause="examples that depend on one another",
+  remedy="a random order of a replica's own rows mixes in other examples on N replicas, and "
+  "padding; mix with a further part, Sources(main, other=Part(source=...)), or with "
+  "step.all_gather and an order that is equal on all replicas",
+  containing=("shuffle", "tf.gather(", "permutation", "roll"),
+)
+TRAINING = Explanation(
+  cause="layer called without training",
+  remedy="pass training on: self.model(x, training=training); without it, Keras layers behave as "
+  "in evaluation",
+  containing=("self.model(", "self.model[", "training=False"),
 )
 STATELESS = (
   "use Keras layers, or tf.random.stateless_* with step.seed(): ops with their own state give "
@@ -57,7 +68,7 @@ def check(subject: Subject) -> list[Result]:
     steps.active(),
     steps.normalises(),
     steps.evaluation(),
-    *Augmentation(subject, steps.bench.task).results(),
+    *augmentation.results(subject, steps.bench.task),
   ]
 
 
@@ -88,100 +99,78 @@ class Steps:
 
   def training(self) -> Iterator[Result]:
     """Checks that a step repeats with its seed and differs from other steps and replicas."""
-    names = ("repeats with the seed", "differs between steps", "differs between replicas")
-    if self._nothing_random:
-      for name in names:
-        yield GROUP.skipped(name, "the step draws no random numbers")
-      return
-    if not self.repeats:
-      yield self._stateful(names[0])
-      yield GROUP.skipped(names[1], f"{names[0]!r} fails")
-      yield GROUP.skipped(names[2], f"{names[0]!r} fails")
+    if self._nothing_random or not self.repeats:
+      why = "the step draws no random numbers" if self.repeats else f"{REPEATS!r} fails"
+      yield GROUP.skipped(REPEATS, why) if self.repeats else self._stateful()
+      yield from (GROUP.skipped(name, why) for name in (STEPS, REPLICAS))
       return
     if self._outside:
-      yield GROUP.failed(
-        names[0], f"{self._outside} changes in a step, so a layer drew without the step's seed",
-        *random_draws.outside(self.task),
-      )  # fmt: skip
+      told = f"{self._outside} changes in a step, so a layer drew without the step's seed"
+      yield GROUP.failed(REPEATS, told, *random_draws.outside(self.task))
     else:
-      yield GROUP.passed(names[0], "the same step again gives the same update")
-    yield self._between_steps(names[1])
-    yield self._between_replicas(names[2])
+      yield GROUP.passed(REPEATS, "the same step again gives the same update")
+    yield self._between_steps()
+    yield self._between_replicas()
 
   def _layers_drew(self, step: Outcome) -> str:
     """Returns the state of a layer's own generator that a step has changed; "" if none."""
     pairs = zip(self.bench.names, step.before, step.after, strict=True)
-    return next(
-      (
-        name
-        for name, before, after in pairs
-        if random_draws.is_generator(name) and not np.array_equal(before, after[0])
-      ),
-      "",
-    )
+    changed = (name for name, before, after in pairs if not np.array_equal(before, after[0]))
+    return next(filter(random_draws.is_generator, changed), "")
 
   @property
   def _nothing_random(self) -> bool:
     return self.repeats and not (self.watched.in_python or self.watched.draws)
 
-  def _stateful(self, name: str) -> Result:
-    return GROUP.failed(
-      name, f"the same step again gives another update{random_draws.listed(self.watched.stateful)}",
-      STATEFUL, STATELESS,
-      self._place(self.watched.stateful, ("tf.random.", "tf.nn.dropout", "np.random", "random.")),
-    )  # fmt: skip
+  def _stateful(self) -> Result:
+    found = self.watched.stateful
+    told = f"the same step again gives another update{random_draws.listed(found)}"
+    place = self._place(found, "tf.random.", "tf.nn.dropout", "np.random", "random.")
+    return GROUP.failed(REPEATS, told, STATEFUL, STATELESS, place)
 
-  def _between_steps(self, name: str) -> Result:
+  def _between_steps(self) -> Result:
     if self.watched.in_python:
-      return GROUP.failed(
-        name, "numbers were drawn in Python while the step was traced: they never change again",
-        FROZEN, ONCE + "use tf.random.stateless_* with step.seed()",
-        self._place([], ("np.random", "default_rng", "random.")),
-      )  # fmt: skip
+      told = "numbers were drawn in Python while the step was traced: they never change again"
+      remedy = f"{ONCE}use tf.random.stateless_* with step.seed()"
+      place = self._place([], "np.random", "default_rng", "random.")
+      return GROUP.failed(STEPS, told, FROZEN, remedy, place)
     fixed = self.watched.fixed(self.rows)
     if fixed and (not self.by_step or self.watched.all_fixed):
-      return GROUP.failed(
-        name, f"steps draw the same numbers{random_draws.listed(fixed)}", FIXED,
-        "use Keras layers, or step.seed(), which is new in each step",
-        self._place(fixed, ("seed=", "stateless_")),
-      )  # fmt: skip
+      told = f"steps draw the same numbers{random_draws.listed(fixed)}"
+      remedy = "use Keras layers, or step.seed(), which is new in each step"
+      return GROUP.failed(STEPS, told, FIXED, remedy, self._place(fixed, "seed=", "stateless_"))
     if not self.by_step:
-      return GROUP.skipped(name, "the random numbers do not change the update")
-    return GROUP.passed(
-      name, "the next step, from the same weights on the same rows, gives another"
-    )
+      return GROUP.skipped(STEPS, "the random numbers do not change the update")
+    told = "the next step, from the same weights on the same rows, gives another"
+    return GROUP.passed(STEPS, told)
 
-  def _between_replicas(self, name: str) -> Result:
+  def _between_replicas(self) -> Result:
     if not self.by_step or self.watched.all_fixed:
-      return GROUP.skipped(name, "steps draw no other numbers")
+      return GROUP.skipped(REPLICAS, "steps draw no other numbers")
     if self.by_replica:
-      return GROUP.passed(name, "two replicas draw different numbers for the same rows")
+      return GROUP.passed(REPLICAS, "two replicas draw different numbers for the same rows")
     if self.by_example:
-      return GROUP.passed(name, "random numbers depend on the example's id, not on the replica")
+      told = "random numbers depend on the example's id, not on the replica"
+      return GROUP.passed(REPLICAS, told)
     if not self._for_rows():
-      return GROUP.skipped(name, "no numbers are drawn for each row")
-    return GROUP.failed(
-      name, "two replicas draw the same numbers on their rows", "a seed without the replica",
-      "use Keras layers, or step.seed(), which also depends on the replica",
-      self._place([d for d in self.watched.draws if not d.by_keras], ("seed", "stateless_")),
-    )  # fmt: skip
+      return GROUP.skipped(REPLICAS, "no numbers are drawn for each row")
+    told = "two replicas draw the same numbers on their rows"
+    remedy = "use Keras layers, or step.seed(), which also depends on the replica"
+    own = [draw for draw in self.watched.draws if not draw.by_keras]
+    place = self._place(own, "seed", "stateless_")
+    return GROUP.failed(REPLICAS, told, "a seed without the replica", remedy, place)
 
   def _for_rows(self) -> bool:
     """Whether a draw, not from a constant seed, has numbers for each row."""
     rows = (self.rows, self.rows // self.bench.subject.accumulation_steps, None)
-    return any(
-      draw.by_keras or (draw.shape and draw.shape[0] in rows)
-      for draw in self.watched.draws
-      if not draw.fixed
-    )
+    drawn = [draw for draw in self.watched.draws if not draw.fixed]
+    return any(draw.by_keras or (draw.shape and draw.shape[0] in rows) for draw in drawn)
 
   def apart(self) -> Result:
     """Checks that random numbers mix no rows: then what rows of weight 0 hold counts."""
     name = "random numbers mix no rows"
     if self._nothing_random or not self.repeats:
-      return GROUP.skipped(
-        name, f"{'the step draws nothing' if self.repeats else 'it does not repeat'}"
-      )
+      return GROUP.skipped(name, "the step draws nothing" if self.repeats else "it does not repeat")
     if normalisations(self.task.model):
       return GROUP.skipped(name, "batch normalisation mixes all rows")
     own, other = self._with_other_padding()
@@ -191,14 +180,10 @@ class Steps:
     if not self._same(*(quiet.steps_from(self._start, each) for each in (own, other))):
       return GROUP.skipped(name, "nor do rows without random numbers: see the group 'replicas'")
     drawn = [draw for draw in self.watched.draws if not draw.by_keras]
-    return GROUP.failed(
-      name, f"rows of weight 0 change the step{random_draws.listed(drawn)}", MIXED,
-      "a random order of a replica's own rows mixes in other examples on N replicas, and padding; "
-      "mix with a further part, Sources(main, other=Part(source=...)), or with step.all_gather and "
-      "an order that is equal on all replicas",
-      source_lines.mention(self.task, "shuffle", "tf.gather(", "permutation", "roll")
-      or self._place(drawn, ("stateless_", "argsort")),
-    )  # fmt: skip
+    told = f"rows of weight 0 change the step{random_draws.listed(drawn)}"
+    place = source_lines.mention(self.task, *MIXED.containing)
+    place = place or self._place(drawn, "stateless_", "argsort")
+    return GROUP.explained(name, told, MIXED, place)
 
   def _with_other_padding(self) -> tuple[Rows, Rows]:
     """Returns a batch with rows of weight 0 on each replica, and with other contents in them."""
@@ -229,10 +214,8 @@ class Steps:
       return GROUP.skipped(name, "the model has no batch normalisation to train")
     if not self._normalised:
       return GROUP.passed(name, ", ".join(layer.name for layer in layers))
-    return GROUP.failed(
-      name, f"a training step does not move the statistics of {self._normalised}",
-      "layer called without training", TRAINING, self._called_at(),
-    )  # fmt: skip
+    told = f"a training step does not move the statistics of {self._normalised}"
+    return self._without_training(name, told)
 
   def active(self) -> Result:
     """Checks that the random layers draw in a training step."""
@@ -241,14 +224,12 @@ class Steps:
       return GROUP.skipped(name, "the model has no random layer")
     if any(draw.by_keras for draw in self.watched.draws):
       return GROUP.passed(name, ", ".join(layers))
-    return GROUP.failed(
-      name, f"no layer draws in a training step, although the model has {', '.join(layers)}",
-      "layer called without training", TRAINING, self._called_at(),
-    )  # fmt: skip
+    told = f"no layer draws in a training step, although the model has {', '.join(layers)}"
+    return self._without_training(name, told)
 
-  def _called_at(self) -> str:
-    texts = ("self.model(", "self.model[", "training=False")
-    return source_lines.find(self.task, *METHODS, containing=texts)
+  def _without_training(self, name: str, told: str) -> Result:
+    place = source_lines.find(self.task, *METHODS, containing=TRAINING.containing)
+    return GROUP.explained(name, told, TRAINING, place)
 
   def evaluation(self) -> Result:
     """Checks that the same batch gives the same metrics when evaluated twice."""
@@ -276,14 +257,12 @@ class Steps:
     stateful = [draw for draw in watched.stateful if not draw.by_keras]
     by_layer = any(draw.by_keras for draw in watched.draws)
     own = (STATEFUL, STATELESS) if watched.draws else UNSTEADY
-    told = DROPOUT if by_layer or (self._random_layers and not stateful) else own
-    words = (".assign", "time.") if told is UNSTEADY else ("training=True", "dropout")
-    return GROUP.failed(
-      name, f"{key} is {once[key]:.6g}, and {twice[key]:.6g} for the same batch again", *told,
-      random_draws.place(
-        self.task, stateful or watched.draws, ("forward", "eval_step"), words
-      ),
-    )  # fmt: skip
+    why = DROPOUT if by_layer or (self._random_layers and not stateful) else own
+    words = (".assign", "time.") if why is UNSTEADY else ("training=True", "dropout")
+    drawn, methods = stateful or watched.draws, ("forward", "eval_step")
+    place = random_draws.place(self.task, drawn, methods, words)
+    told = f"{key} is {once[key]:.6g}, and {twice[key]:.6g} for the same batch again"
+    return GROUP.failed(name, told, *why, place)
 
   def _step(
     self, step: int, *, apart: bool = True, moved: int = 0, batch: Rows | None = None
@@ -303,7 +282,7 @@ class Steps:
           return False
     return all(_close(value, other.metrics[key]) for key, value in one.metrics.items())
 
-  def _place(self, found: list[Draw], words: tuple[str, ...]) -> str:
+  def _place(self, found: list[Draw], *words: str) -> str:
     return random_draws.place(self.task, found, METHODS, words)
 
 

@@ -30,7 +30,7 @@ from loopwright.task import Task
 from loopwright.tools.verify.bench import bench, harness, held_state, random_draws, source_lines
 from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.held_state import Held
-from loopwright.tools.verify.report import Group, Result
+from loopwright.tools.verify.report import Explanation, Group, Result
 from loopwright.trainer import Trainer
 
 GROUP = Group("restore")
@@ -41,6 +41,7 @@ NEXT_BATCH, SAME_STEP, ACROSS = (
   "same next batch", "same step after a restore", "restored under other strategies",
 )  # fmt: skip
 ONE, CENTRAL = "one device", "central storage on 2"
+MUTABLE = (list, dict, set, np.ndarray, np.random.Generator, np.random.RandomState)
 _IGNORED = ("task/", "experiment/", "save_counter/")
 
 
@@ -48,6 +49,51 @@ def check(subject: Subject) -> list[Result]:
   """Returns the results of this group."""
   with tempfile.TemporaryDirectory() as folder:
     return list(Resumption(subject, folder).results())
+
+
+UNKNOWN = Explanation(
+  cause="unknown",
+  remedy="the step reads something that is neither in the checkpoint nor in the task, such as a "
+  "global variable or a file",
+  containing=("def train_step", "def loss", "def forward"),
+)
+LATE = Explanation(
+  cause="variables created late",
+  remedy="build them in build_model(): give the model an Input, or call it once there",
+  containing=("def build_model",),
+)
+REBUILT = Explanation(
+  cause="model differs between builds",
+  remedy="take what decides shapes (a vocabulary, a width) from the config or a file, in a fixed "
+  "order: sort sets, seed random numbers",
+  containing=("random", "set(", "hash(", "listdir", "glob", "time", "def build_model"),
+)
+REMADE = Explanation(
+  cause="task differs between builds",
+  remedy="make it from constants or by a generator with a fixed seed, or keep it in a variable of "
+  "the model",
+)
+PER_REPLICA = Explanation(
+  cause="per-replica value",
+  remedy="what all replicas share needs aggregation=ONLY_FIRST_REPLICA or SUM and no "
+  "synchronization=ON_READ; of an ON_READ variable a checkpoint holds only the sum, which "
+  "integers cannot be divided from",
+  containing=("ON_READ", "aggregation"),
+)
+BY_INDEX = (
+  "a source is read by index: fetch(indices) must return examples that depend only on their index; "
+  "augment with batch['seed'] and tf.random.stateless_* or tf.image.stateless_*"
+)
+REMEDIES = {
+  "variable": "keep it in the model: return {{'network': ..., '{0}': variable}} from "
+  "build_model(); only what the model holds is saved",
+  "random generator": "draw with tf.random.stateless_* and step.seed() (in preprocess with "
+  "batch['seed']), which need no state",
+  "metric": "return sums from Task.metrics(), such as weighted_sum(hits, batch['weight']); the "
+  "framework adds them up over steps and replicas",
+  "Python value": "a checkpoint holds no Python values: keep '{0}' as a tf.Variable in the model, "
+  "or compute it from the step",
+}
 
 
 class Resumption:
@@ -59,7 +105,7 @@ class Resumption:
     self.rows = subject.divisible_rows
     first, second = subject.fresh_task(), subject.fresh_task()
     ours, theirs = vars(first), vars(second)
-    shared = [n for n in ours if ours[n] is theirs.get(n) and _is_mutable(ours[n])]
+    shared = [n for n in ours if ours[n] is theirs.get(n) and isinstance(ours[n], MUTABLE)]
     self._as_made = _copies(first) if first is second or shared else {}
 
   def task(self) -> Task:
@@ -84,46 +130,32 @@ class Resumption:
     """The uninterrupted run."""
     return TrainerUnderTest(self, bench.strategy_of(1))
 
+  def _batches(self, task: Task, position: int = 0) -> Iterator[Rows]:
+    return harness.batches(self.subject, task, rows=self.rows, position=position)
+
   # ---- The data ----
 
   def same_next_batch(self) -> Result:
     """Compares the batch after the checkpoint: read on, and read by a new process."""
     steps, task, other = sum(LOOPS), self.task(), self.task()
     unlike = _unlike_task(task, other)
-    running = harness.batches(self.subject, task, rows=self.rows, position=0)
+    running, place = self._batches(task), f"at example {steps * self.rows}"
     expected = [next(running) for _ in range(steps + 1)][-1]
-    resumed = harness.batches(self.subject, other, rows=self.rows, position=steps * self.rows)
-    differing = _differing_features(expected, next(resumed))
+    resumed = next(self._batches(other, steps * self.rows))
+    differing = [n for n, v in expected.items() if n not in resumed or not _equal(v, resumed[n])]
     if not differing:
-      return GROUP.passed(
-        NEXT_BATCH, f"at example {steps * self.rows}: {', '.join(sorted(expected))}"
-      )
-    told = (
-      f"at example {steps * self.rows}, {', '.join(differing)} of the resumed run differ from "
-      "those of the uninterrupted one"
-    )
+      return GROUP.passed(NEXT_BATCH, f"{place}: {', '.join(sorted(expected))}")
+    told = f"{place}, {', '.join(differing)} of the resumed run differ from those of the "
+    told += "uninterrupted one"
     if unlike:
-      return self._made_otherwise(NEXT_BATCH, *unlike, told)
-    ids = "example_id" in differing
-    return GROUP.failed(
-      NEXT_BATCH, detail=told,
-      cause="position of the data" if ids else "random numbers outside the checkpoint",
-      remedy="a source is read by index: fetch(indices) must return examples that depend only on "
-      "their index; augment with batch['seed'] and tf.random.stateless_* or "
-      "tf.image.stateless_*",
-      place=self._place_of_data(task),
-    )  # fmt: skip
-
-  def _place_of_data(self, task: Task) -> str:
+      return _made_otherwise(NEXT_BATCH, *unlike, told)
+    numbers = "random numbers outside the checkpoint"
+    cause = "position of the data" if "example_id" in differing else numbers
     random = ("np.random", "tf.random.u", "tf.random.n", "tf.random.", "tf.image.random", "rng.")
-    return next(
-      (
-        place
-        for owner in (task, main_source(task.source("train")))
-        if (place := source_lines.mention(owner, *random))
-      ),
-      source_lines.mention(task, "def preprocess", "def source"),
-    )
+    owners = (task, main_source(task.source("train")))
+    places = [source_lines.mention(owner, *random) for owner in owners]
+    places.append(source_lines.mention(task, "def preprocess", "def source"))
+    return GROUP.failed(NEXT_BATCH, told, cause, BY_INDEX, next(filter(None, places), ""))
 
   # ---- One step ----
 
@@ -132,19 +164,23 @@ class Resumption:
     whole = self.whole
     whole.train(LOOPS[0])
     traced = held_state.held(whole.task)
-    if whole.late():
-      return self._late(whole)
+    if late := whole.late():
+      names = _told([whole.name_of(key) for key in late])
+      told = (
+        f"the first step creates {names}: it is not trained, and a new process cannot restore it"
+      )
+      return _explained(told, LATE, whole.task)
     whole.train(LOOPS[1])
     path = whole.save("whole")
     whole.train(1)
-
     resumed = TrainerUnderTest(self, bench.strategy_of(1))
-    if found := _unlike(whole, resumed):
-      return self._built_otherwise(found)
-    try:
-      resumed.manager.restore(path)
-    except errors.ConfigError as error:
-      return self._built_otherwise(str(error))
+    if not (found := _unlike(whole, resumed)):
+      try:
+        resumed.manager.restore(path)
+      except errors.ConfigError as error:
+        found = str(error)
+    if found:
+      return _explained(f"a second build makes another model: {found}", REBUILT, self.task())
     resumed.train(1)
     return self._compared(whole, resumed, traced, path)
 
@@ -152,89 +188,38 @@ class Resumption:
     self, whole: TrainerUnderTest, resumed: TrainerUnderTest, traced: Mapping[str, Held], path: str
   ) -> Result:
     differing, apart = _differing(whole, resumed)
-    lost = _lost(whole, resumed, traced)
     seen = f"after one more step {_told(differing)} differ, by {apart:.2g}" if differing else ""
-    if lost:
-      return self._lost(lost, seen)
+    if lost := _lost(whole, resumed, traced):
+      name, first = next(iter(lost.items()))
+      others = f" (and {', '.join(list(lost)[1:4])})" if len(lost) > 1 else ""
+      told = f"{name}{others} has another value, and is in no checkpoint"
+      return GROUP.failed(
+        SAME_STEP, told + (f"; {seen}" if seen else ""), f"{first.kind} outside the checkpoint",
+        REMEDIES[first.kind].format(first.attribute),
+        source_lines.change(first.owner, first.attribute), values={"outside": sorted(lost)},
+      )  # fmt: skip
     if not differing:
       return GROUP.passed(SAME_STEP, f"{len(whole.keys())} variables and the metrics, to the bit")
     if apart < ROUNDING and not _repeats(resumed, path):
-      return GROUP.passed(
-        SAME_STEP, f"except rounding, {apart:.1e}, which differs each time anyway"
-      )
+      told = f"except rounding, {apart:.1e}, which differs each time anyway"
+      return GROUP.passed(SAME_STEP, told)
     return self._differs(whole, resumed, seen)
-
-  def _lost(self, lost: Mapping[str, Held], seen: str) -> Result:
-    name, first = next(iter(lost.items()))
-    others = f" (and {', '.join(list(lost)[1:4])})" if len(lost) > 1 else ""
-    return GROUP.failed(
-      SAME_STEP, detail=f"{name}{others} has another value, and is in no checkpoint"
-      + (f"; {seen}" if seen else ""),
-      cause=f"{first.kind} outside the checkpoint",
-      remedy=REMEDIES[first.kind].format(first.attribute),
-      place=source_lines.change(first.owner, first.attribute),
-      values={"outside": sorted(lost)},
-    )  # fmt: skip
 
   def _differs(self, whole: TrainerUnderTest, resumed: TrainerUnderTest, seen: str) -> Result:
     """Explains a step that differs although the checkpoint has all that the task holds."""
     task = whole.task
     if unlike := _unlike_task(task, resumed.task):
-      return self._made_otherwise(SAME_STEP, *unlike, seen)
+      return _made_otherwise(SAME_STEP, *unlike, seen)
     if whole.layers_drew():
-      cause, remedy, place = random_draws.outside(task)
-      return GROUP.failed(
-        SAME_STEP, detail=seen, cause=cause, remedy=remedy,
-        place=place,
-      )  # fmt: skip
+      return GROUP.failed(SAME_STEP, seen, *random_draws.outside(task))
     random = [op for op in whole.operations() if op.type in random_draws.STATEFUL_OPERATIONS]
-    if whole.drew or random:
-      of_python = "np.random", "random.", "numpy_function", "py_function"
-      return GROUP.failed(
-        SAME_STEP, detail=seen,
-        cause=random_draws.STATEFUL if random else "random generator outside the checkpoint",
-        remedy=REMEDIES["random generator"].format("generator"),
-        place=source_lines.of_operation(random[0], task)
-        if random
-        else source_lines.mention(task, *of_python),
-      )  # fmt: skip
-    return GROUP.failed(
-      SAME_STEP, detail=seen, cause="unknown",
-      remedy="the step reads something that is neither in the checkpoint nor in the task, such as "
-      "a global variable or a file",
-      place=source_lines.mention(task, "def train_step", "def loss", "def forward"),
-    )  # fmt: skip
-
-  def _made_otherwise(self, check: str, name: str, held: Held, seen: str) -> Result:
-    return GROUP.failed(
-      check, detail=f"{name} differs each time that the task is made; {seen}",
-      cause="task differs between builds",
-      remedy="make it from constants or by a generator with a fixed seed, or keep it in a variable "
-      "of the model",
-      place=source_lines.mention(held.owner, f"self.{held.attribute} =", f"self.{held.attribute}"),
-    )  # fmt: skip
-
-  def _late(self, whole: TrainerUnderTest) -> Result:
-    names = [whole.name_of(key) for key in whole.late()]
-    return GROUP.failed(
-      SAME_STEP,
-      detail=f"the first step creates {_told(names)}: it is not trained, and a new process cannot "
-      "restore it",
-      cause="variables created late",
-      remedy="build them in build_model(): give the model an Input, or call it once there",
-      place=source_lines.mention(whole.task, "def build_model"),
-    )  # fmt: skip
-
-  def _built_otherwise(self, found: str) -> Result:
-    return GROUP.failed(
-      SAME_STEP, detail=f"a second build makes another model: {found}",
-      cause="model differs between builds",
-      remedy="take what decides shapes (a vocabulary, a width) from the config or a file, in a "
-      "fixed order: sort sets, seed random numbers",
-      place=source_lines.mention(
-        self.task(), "random", "set(", "hash(", "listdir", "glob", "time", "def build_model"
-      ),
-    )  # fmt: skip
+    if not whole.drew and not random:
+      return _explained(seen, UNKNOWN, task)
+    cause, remedy = "random generator outside the checkpoint", REMEDIES["random generator"]
+    place = source_lines.mention(task, "np.random", "random.", "numpy_function", "py_function")
+    if random:
+      cause, place = random_draws.STATEFUL, source_lines.of_operation(random[0], task)
+    return GROUP.failed(SAME_STEP, seen, cause, remedy, place)
 
   # ---- Strategies ----
 
@@ -244,7 +229,7 @@ class Resumption:
     One device has taken steps. The others get its state, changed for each, in place of steps of
     their own, which the group "replicas" takes; but nothing else steps under central storage.
     """
-    batch = next(harness.batches(self.subject, self.task(), rows=self.rows, position=0))
+    batch = next(self._batches(self.task()))
     if not self.whole.metrics:
       harness.step(self.whole.trainer, batch)
     if self.whole.late():
@@ -261,7 +246,7 @@ class Resumption:
         continue
       made[name], before = run, run.values()
       if found := _restored_otherwise(run, saved[ONE]):
-        return self._across_failed(run.task, ONE, name, found)
+        return _across_failed(run.task, ONE, name, found)
       run.change(before, 1 + len(made) / 4)
       saved[name] = run.save(name.replace(" ", "_"))
     if not made.keys() - {ONE}:
@@ -269,22 +254,28 @@ class Resumption:
     for one, path in [*saved.items()][1:]:
       for other, run in made.items():
         if one != other and (found := _restored_otherwise(run, path)):
-          return self._across_failed(run.task, one, other, found)
+          return _across_failed(run.task, one, other, found)
     told = f"{', '.join(made)}: the checkpoint of each under all others"
     left_out = "".join(f"; not under {name} ({why})" for name, why in refused.items())
     return GROUP.passed(ACROSS, told + left_out)
 
-  def _across_failed(self, task: Task, one: str, other: str, found: str) -> Result:
-    owners = [task, *(part for part, _ in held_state.own_parts(task.model))]
-    mentions = [source_lines.mention(owner, "ON_READ", "aggregation") for owner in owners]
-    return GROUP.failed(
-      ACROSS, detail=f"saved under {one} and restored under {other}: {found}",
-      cause="per-replica value",
-      remedy="what all replicas share needs aggregation=ONLY_FIRST_REPLICA or SUM and no "
-      "synchronization=ON_READ; of an ON_READ variable a checkpoint holds only the sum, which "
-      "integers cannot be divided from",
-      place=next(filter(None, mentions), ""),
-    )  # fmt: skip
+
+def _explained(detail: str, why: Explanation, task: Task) -> Result:
+  place = source_lines.mention(task, *why.containing)
+  return GROUP.explained(SAME_STEP, detail, why, place)
+
+
+def _made_otherwise(check: str, name: str, held: Held, seen: str) -> Result:
+  told = f"{name} differs each time that the task is made; {seen}"
+  words = (f"self.{held.attribute} =", f"self.{held.attribute}")
+  return GROUP.explained(check, told, REMADE, source_lines.mention(held.owner, *words))
+
+
+def _across_failed(task: Task, one: str, other: str, found: str) -> Result:
+  owners = [task, *(part for part, _ in held_state.own_parts(task.model))]
+  places = (source_lines.mention(owner, *PER_REPLICA.containing) for owner in owners)
+  told = f"saved under {one} and restored under {other}: {found}"
+  return GROUP.explained(ACROSS, told, PER_REPLICA, next(filter(None, places), ""))
 
 
 class TrainerUnderTest:
@@ -327,11 +318,8 @@ class TrainerUnderTest:
     return path
 
   def _manager(self, name: str) -> CheckpointManager:
-    return CheckpointManager(
-      trainer=self.trainer,
-      directory=os.path.join(self._folder, name),
-      experiment={"task": type(self.task).__name__},
-    )
+    folder, experiment = os.path.join(self._folder, name), {"task": type(self.task).__name__}
+    return CheckpointManager(trainer=self.trainer, directory=folder, experiment=experiment)
 
   def variables(self) -> dict[str, Any]:
     """Returns all variables that a checkpoint holds, by key; the model's first."""
@@ -379,21 +367,7 @@ class TrainerUnderTest:
 
   def operations(self) -> list[tf.Operation]:
     """Returns the operations of the traced loop; none if the trainer is eager."""
-    if self.trainer.eager:
-      return []
-    return list(graphs.operations(self.trainer.graph()))
-
-
-REMEDIES = {
-  "variable": "keep it in the model: return {{'network': ..., '{0}': variable}} from "
-  "build_model(); only what the model holds is saved",
-  "random generator": "draw with tf.random.stateless_* and step.seed() (in preprocess with "
-  "batch['seed']), which need no state",
-  "metric": "return sums from Task.metrics(), such as weighted_sum(hits, batch['weight']); the "
-  "framework adds them up over steps and replicas",
-  "Python value": "a checkpoint holds no Python values: keep '{0}' as a tf.Variable in the model, "
-  "or compute it from the step",
-}
+    return [] if self.trainer.eager else list(graphs.operations(self.trainer.graph()))
 
 
 def strategies() -> dict[str, tf.distribute.Strategy]:
@@ -402,11 +376,7 @@ def strategies() -> dict[str, tf.distribute.Strategy]:
   central = tf.distribute.experimental.CentralStorageStrategy(
     compute_devices=devices, parameter_device=devices[0]
   )
-  return {
-    "mirrored on 2": bench.strategy_of(2),
-    "mirrored on 3": bench.strategy_of(3),
-    CENTRAL: central,
-  }
+  return {f"mirrored on {n}": bench.strategy_of(n) for n in (2, 3)} | {CENTRAL: central}
 
 
 def _restored_otherwise(run: TrainerUnderTest, path: str) -> str:
@@ -504,29 +474,20 @@ def _unlike(one: TrainerUnderTest, other: TrainerUnderTest) -> str:
   return ""
 
 
-def _differing_features(one: Rows, other: Rows) -> list[str]:
-  same_bits = {n: v.tobytes() if v.dtype != object else v.tolist() for n, v in one.items()}
-  return [
-    name
-    for name, bits in same_bits.items()
-    if name not in other
-    or bits != (other[name].tobytes() if other[name].dtype != object else other[name].tolist())
-  ]
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+  """Whether two features are equal to the bit."""
+  if object in (one.dtype, other.dtype):
+    return bool(one.tolist() == other.tolist())
+  return one.tobytes() == other.tobytes()
 
 
 def _copies(task: Task) -> dict[str, Any]:
   found = {}
   for name, value in vars(task).items():
     with contextlib.suppress(Exception):
-      if _is_mutable(value) or isinstance(value, (bool, int, float, str)):
+      if isinstance(value, (*MUTABLE, bool, int, float, str)):
         found[name] = copy.deepcopy(value)
   return found
-
-
-def _is_mutable(value: Any) -> bool:
-  return isinstance(
-    value, (list, dict, set, np.ndarray, np.random.Generator, np.random.RandomState)
-  )
 
 
 def _told(names: list[str]) -> str:
