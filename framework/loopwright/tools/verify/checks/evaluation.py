@@ -19,7 +19,7 @@ from loopwright.tools.verify.bench import bench, random_draws, row_influence, so
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Rows, Subject
 from loopwright.tools.verify.bench.evaluated import Evaluated, Values, different
 from loopwright.tools.verify.bench.explanations import MEAN_OF_MEANS, RANKED, SHIFTED
-from loopwright.tools.verify.report import Group, Result
+from loopwright.tools.verify.report import Explanation, Group, Result
 
 GROUP = Group("evaluation")
 SMALL = 6
@@ -27,10 +27,22 @@ SMALL = 6
 LARGER = 5
 """How much larger the batches are if the task cannot evaluate so few rows."""
 REPLICAS = (2, 3)
+MODE, PADDED, REVERSED, SMALLER = (
+  "no layer in training mode", "same evaluation with padding", "same evaluation in another order",
+  "same evaluation in smaller batches",
+)  # fmt: skip
+ON_SEVERAL = {f"same evaluation on {replicas} replicas": replicas for replicas in REPLICAS}
 STATISTICS = ("moving_mean", "moving_variance")
 """Variables of batch normalisation."""
-IN_TRAINING_MODE = "evaluation in training mode"
-CHANGED = "evaluation changes the model"
+IN_TRAINING_MODE = Explanation(
+  cause="evaluation in training mode",
+  remedy="pass training on, which is False in eval_step(): self.model(x, training=training)",
+)
+CHANGED = Explanation(
+  cause="evaluation changes the model",
+  remedy="assign only if training is True, which it is not in an evaluation: else training "
+  "depends on how often the run evaluates",
+)
 MIXED = RANKED.cause
 MEANS = "metric read in replica context"
 COUNT = "metric divided by a local count"
@@ -58,18 +70,13 @@ Sets = Mapping[str, Values]
 
 def check(subject: Subject) -> list[Result]:
   """Returns the results of this group."""
-  names = [
-    "no layer in training mode", "same evaluation with padding", "same evaluation in another order",
-    "same evaluation in smaller batches",
-    *(f"same evaluation on {replicas} replicas" for replicas in REPLICAS),
-  ]  # fmt: skip
   source, why = survey.eval_source(subject.fresh_task())
   if source is None:
-    return [GROUP.skipped(name, why) for name in names]
+    return [GROUP.skipped(name, why) for name in (MODE, PADDED, REVERSED, SMALLER, *ON_SEVERAL)]
   try:
-    return list(Comparison(subject, SMALL).results(names))
+    return list(Comparison(subject, SMALL).results())
   except (ConfigError, ValueError, tf.errors.InvalidArgumentError):
-    return list(Comparison(subject, SMALL * LARGER).results(names))
+    return list(Comparison(subject, SMALL * LARGER).results())
 
 
 class Comparison:
@@ -120,45 +127,39 @@ class Comparison:
 
   # ---- Results ----
 
-  def results(self, names: Sequence[str]) -> Iterator[Result]:
-    """Yields a result for each of the names."""
-    mode = self._mode(names[0])
+  def results(self) -> Iterator[Result]:
+    """Yields all results."""
+    mode = self._mode()
     yield mode
     if mode.status == "failed":
-      for name in names[1:]:
-        yield GROUP.skipped(name, f"{names[0]!r} fails")
+      for name in (PADDED, REVERSED, SMALLER, *ON_SEVERAL):
+        yield GROUP.skipped(name, f"{MODE!r} fails")
       return
-    padding = self._padding(names[1])
+    padding = self._padding()
     yield padding
     self.padding_counts = padding.status == "failed"
-    found = [self._order(names[2]), self._sizes(names[3])]
-    found += [self._replicas(n, name) for n, name in zip(REPLICAS, names[4:], strict=True)]
-    yield from found
+    yield self._order()
+    yield self._sizes()
+    yield from (self._replicas(name, replicas) for name, replicas in ON_SEVERAL.items())
 
-  def _mode(self, name: str) -> Result:
-    kept = models.all_variables(self.alone.task.model)
+  def _mode(self) -> Result:
+    task = self.alone.task
+    kept = models.all_variables(task.model)
     counts = {models.name(v) for v in kept if not models.raw(v).dtype.is_floating}
     changed = [each for each in self.alone.changed if each not in counts]
     changed = changed or [each for each in self.alone.changed if self._trains(each)]
     if not changed:  # seeds, counts of calls
       others = ", ".join(self.alone.changed)
-      return GROUP.passed(name, f"evaluation changes {others}" if others else "no variable changes")
+      return GROUP.passed(MODE, f"evaluation changes {others}" if others else "no variable changes")
     statistics = [each for each in changed if each.endswith(STATISTICS)]
     told = f"an evaluation changes {[*statistics, *changed][0]}, as only training should"
-    if not statistics:
-      return GROUP.failed(
-        name, told, CHANGED,
-        place=self.alone.assigns(bench.padded(self._take(np.arange(self.small)), self.small))
-        or source_lines.mention(self.alone.task, ".assign"),
-        remedy="assign only if training is True, which it is not in an evaluation: else training "
-        "depends on how often the run evaluates",
-      )  # fmt: skip
-    return GROUP.failed(
-      name, told, IN_TRAINING_MODE,
-      place=source_lines.mention(self.alone.task, "training=True")
-      or source_lines.find(self.alone.task, "forward", "eval_step", containing=("self.model",)),
-      remedy="pass training on, which is False in eval_step(): self.model(x, training=training)",
-    )  # fmt: skip
+    if statistics:
+      place = source_lines.mention(task, "training=True")
+      place = place or source_lines.find(task, "forward", "eval_step", containing=("self.model",))
+      return GROUP.explained(MODE, told, IN_TRAINING_MODE, place)
+    place = self.alone.assigns(bench.padded(self._take(np.arange(self.small)), self.small))
+    place = place or source_lines.mention(task, ".assign")
+    return GROUP.explained(MODE, told, CHANGED, place)
 
   def _trains(self, variable: str) -> bool:
     """Whether a training step is another one if a variable has another value."""
@@ -170,34 +171,33 @@ class Comparison:
     one, two = (here.steps_from(values, batch).update() for values in (start, other))
     return any(not np.array_equal(*pair, equal_nan=True) for pair in zip(one, two, strict=True))
 
-  def _padding(self, name: str) -> Result:
-    alone = self.in_small["rest"]
+  def _padding(self) -> Result:
+    alone, count = self.in_small["rest"], f"{self.small} examples"
     for values, told in (
-      (self.in_large["rest"], f"{self.small} examples with as many rows of padding"),
-      (self.in_large["others"], f"{self.small} examples, with other contents in padded rows"),
+      (self.in_large["rest"], f"{count} with as many rows of padding"),
+      (self.in_large["others"], f"{count}, with other contents in padded rows"),
     ):
       if wrong := different(values, alone):
-        return self._failed(name, f"{told}: {wrong[1]} without padding", PADDING, wrong[0])
-    return GROUP.passed(name, ", ".join(alone) or "no metric")
+        return self._failed(PADDED, f"{told}: {wrong[1]} without padding", PADDING, wrong[0])
+    return GROUP.passed(PADDED, ", ".join(alone) or "no metric")
 
-  def _order(self, name: str) -> Result:
+  def _order(self) -> Result:
     if wrong := different(self.in_large["turned"], self.in_large["all"]):
       cause = MIXED if different(self.in_small["full"], self.in_large["full"]) else ORDER
       if cause == ORDER and self.padding_counts:
-        return GROUP.skipped(name, "padding counts, see above")
-      return self._failed(name, f"rows of each batch reversed: {wrong[1]} before", cause, wrong[0])
+        return GROUP.skipped(REVERSED, "padding counts, see above")
+      told = f"rows of each batch reversed: {wrong[1]} before"
+      return self._failed(REVERSED, told, cause, wrong[0])
     if wrong := different(self.in_small["mixed"], self.in_small["all"]):
-      return self._in_other_batches(name, f"in other batches: {wrong[1]} before", wrong[0])
-    return GROUP.passed(
-      name, f"{3 * self.small} examples in batches of other examples, and reversed"
-    )
+      return self._in_other_batches(REVERSED, f"in other batches: {wrong[1]} before", wrong[0])
+    told = f"{3 * self.small} examples in batches of other examples, and reversed"
+    return GROUP.passed(REVERSED, told)
 
-  def _sizes(self, name: str) -> Result:
-    wrong = self._apart(self.in_small, self.in_large)
+  def _sizes(self) -> Result:
     sizes = f"batches of {self.small} and of {2 * self.small}"
-    if not wrong:
-      return GROUP.passed(name, f"{sizes} are the same")
-    return self._in_other_batches(name, f"in {sizes}: {wrong[1]}", wrong[0])
+    if wrong := self._apart(self.in_small, self.in_large):
+      return self._in_other_batches(SMALLER, f"in {sizes}: {wrong[1]}", wrong[0])
+    return GROUP.passed(SMALLER, f"{sizes} are the same")
 
   def _in_other_batches(self, name: str, told: str, metric: str) -> Result:
     """Rows that are compared with the others of the batch of all replicas may depend on it."""
@@ -206,12 +206,11 @@ class Comparison:
       return GROUP.passed(name, told)
     return self._failed(name, told, self._cause(self.in_small, metric), metric)
 
-  def _replicas(self, replicas: int, name: str) -> Result:
+  def _replicas(self, name: str, replicas: int) -> Result:
     there = Evaluated(self.subject, replicas, values=self.alone.values)(self._same())
-    wrong = self._apart(there, self.in_large)
-    if not wrong:
-      return GROUP.passed(name, ", ".join(there["all"]) or "no metric")
-    return self._failed(name, f"{wrong[1]} on one", self._cause(there, wrong[0]), wrong[0])
+    if wrong := self._apart(there, self.in_large):
+      return self._failed(name, f"{wrong[1]} on one", self._cause(there, wrong[0]), wrong[0])
+    return GROUP.passed(name, ", ".join(there["all"]) or "no metric")
 
   def _apart(self, one: Sets, other: Sets) -> tuple[str, str] | None:
     """Returns the metric that differs; full batches alone count if padding does anyway."""
@@ -249,12 +248,9 @@ class Comparison:
     if metric == "loss" and cause in (MEANS, COUNT):
       cause = MEAN_OF_MEANS.cause if cause == MEANS else cause
       place = source_lines.find(task, "loss", "eval_step", containing=MEAN_OF_MEANS.containing)
-    named = (f'"{metric}"', f"'{metric}'")
-    return GROUP.failed(
-      name, detail, cause, REMEDIES[cause],
-      place or source_lines.mention(task, *named)
-      or source_lines.find(task, *METHODS, containing=WORDS),
-    )  # fmt: skip
+    place = place or source_lines.mention(task, f'"{metric}"', f"'{metric}'")
+    place = place or source_lines.find(task, *METHODS, containing=WORDS)
+    return GROUP.failed(name, detail, cause, REMEDIES[cause], place)
 
   @functools.cached_property
   def _meeting(self) -> row_influence.Meeting:

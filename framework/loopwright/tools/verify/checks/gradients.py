@@ -387,8 +387,10 @@ def _differences(task: Any, seen: GradientNotes) -> Result:
     how = "stops gradients" if seen.stops else f"replaces a gradient ({seen.on_purpose})"
     return GROUP.skipped(name, f"{next(iter(seen.wrong))} differs, and the loss {how} on purpose")
   if seen.wrong:
-    variable, (told, true) = next(iter(seen.wrong.items()))
-    detail = f"along one direction in {variable} the gradient is {told:.4g}, but the loss changes "
+    variable, (gradient, true) = next(iter(seen.wrong.items()))
+    detail = (
+      f"along one direction in {variable} the gradient is {gradient:.4g}, but the loss changes "
+    )
     place = seen.replaced or _find(task, WRONG.containing)
     return GROUP.explained(name, f"{detail}by {true:.4g}", WRONG, place)
   if not seen.compared:

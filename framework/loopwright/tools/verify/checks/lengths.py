@@ -24,6 +24,7 @@ from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("lengths")
 NAMES = ("same evaluation if padded further", "same step if padded further", "contents of padding")
+EVALUATION, STEP, CONTENTS = NAMES
 CAUSE = "padding counts inside a row"
 REMEDY = (
   "mask what is padded wherever positions are added up, averaged, compared or attended to: "
@@ -62,13 +63,16 @@ class Lengths:
       self.short, self.long = (self._rows(each) for each in (self.padded.short, self.padded.long))
       short, long = (self._evaluated(rows) for rows in (self.short, self.long))
     except REFUSED as error:
-      for name in NAMES:
-        yield GROUP.skipped(name, f"the task takes no longer rows: {type(error).__name__}")
+      why = f"the task takes no longer rows: {type(error).__name__}"
+      yield from (GROUP.skipped(name, why) for name in NAMES)
       return
-    evaluation = self._evaluation(short, long)
-    yield evaluation
-    yield self._training(known=evaluation.status == "failed")
-    yield self._contents(long, known=evaluation.status == "failed")
+    if wrong := different(long, short):
+      yield self._failed(EVALUATION, f"{self.told}: {wrong[1]} in short rows", long, short)
+      yield from (GROUP.skipped(name, f"{EVALUATION!r} fails") for name in (STEP, CONTENTS))
+      return
+    yield GROUP.passed(EVALUATION, f"{self.told}: the same {', '.join(short)}")
+    yield self._training()
+    yield self._contents(long)
 
   def _rows(self, features: Rows) -> Rows:
     return longer_rows.preprocessed(self.task, features)
@@ -76,66 +80,51 @@ class Lengths:
   def _evaluated(self, rows: Rows) -> Values:
     return self.here({"rows": [rows]})["rows"]
 
-  def _evaluation(self, short: Values, long: Values) -> Result:
-    if wrong := different(long, short):
-      return self._failed(NAMES[0], f"{self.told}: {wrong[1]} in short rows", long, short)
-    return GROUP.passed(NAMES[0], f"{self.told}: the same {', '.join(short)}")
-
-  def _training(self, *, known: bool) -> Result:
+  def _training(self) -> Result:
     """Compares a step of gradient descent, in which nothing is random."""
-    name = NAMES[1]
-    if known:
-      return GROUP.skipped(name, f"{NAMES[0]!r} fails")
     if normalised := normalisations(self.task.model):
-      return GROUP.skipped(
-        name, f"{normalised[0].name} normalises over all positions, padding included"
-      )
+      why = f"{normalised[0].name} normalises over all positions, padding included"
+      return GROUP.skipped(STEP, why)
     try:
       short, long = (self._step(rows) for rows in (self.short, self.long))
     except REFUSED as error:
-      return GROUP.skipped(name, f"the step does not take these rows: {type(error).__name__}")
+      return GROUP.skipped(STEP, f"the step does not take these rows: {type(error).__name__}")
     if wrong := different(*({"loss": np.array([each[0]])} for each in (long, short))):
-      return self._failed(name, f"{self.told}: {wrong[1]} in short rows")
+      return self._failed(STEP, f"{self.told}: {wrong[1]} in short rows")
     apart = np.linalg.norm(long[1] - short[1]) / max(np.linalg.norm(short[1]), 1e-12)
     if apart > TOLERANCE:
-      return self._failed(name, f"{self.told}: the update differs by {apart:.2g} of its size")
-    return GROUP.passed(name, f"{self.told}: relative difference {apart:.1e}")
+      return self._failed(STEP, f"{self.told}: the update differs by {apart:.2g} of its size")
+    return GROUP.passed(STEP, f"{self.told}: relative difference {apart:.1e}")
 
   def _step(self, rows: Rows) -> tuple[float, np.ndarray]:
     """Returns the loss of a step and the update."""
-    here = Bench(
-      self.subject, rows=len(rows["weight"]), optimizer=bench.gradient_descent, always=True
-    )
+    here = Bench(self.subject, rows=len(rows["weight"]), **bench.PLAIN)
     here.around = shared_noise.still
     outcome = here.step(rows)
     update = np.concatenate([np.ravel(each) for each in outcome.update()])
     return outcome.metrics.get("loss", np.nan), update
 
-  def _contents(self, long: Values, *, known: bool) -> Result:
-    name = NAMES[2]
-    if known or self.padded.others is None:
-      return GROUP.skipped(name, f"{NAMES[0]!r} fails" if known else "no float feature is padded")
+  def _contents(self, long: Values) -> Result:
+    if self.padded.others is None:
+      return GROUP.skipped(CONTENTS, "no float feature is padded")
     others = self._evaluated(self._rows(self.padded.others))
     wrong = different(others, long)
     if not wrong:
-      return GROUP.passed(name, "other numbers in the padding change nothing")
-    if self.padded.changing:
-      told = (
-        f"{', '.join(self.padded.changing)} have other numbers in the padding: {wrong[1]} before"
-      )
-      return self._failed(name, told, others, long)
-    return GROUP.passed(name, f"they count ({wrong[1]} before), but are one constant: keep it so")
+      return GROUP.passed(CONTENTS, "other numbers in the padding change nothing")
+    if changing := ", ".join(self.padded.changing):
+      told = f"{changing} have other numbers in the padding: {wrong[1]} before"
+      return self._failed(CONTENTS, told, others, long)
+    told = f"they count ({wrong[1]} before), but are one constant: keep it so"
+    return GROUP.passed(CONTENTS, told)
 
   def _failed(self, name: str, detail: str, *compared: Values) -> Result:
     place = ""
-    if name == NAMES[1]:  # evaluation is right
+    if name == STEP:  # evaluation is right
       place = source_lines.find(self.task, "train_step", "training_loss", containing=STEP_WORDS)
     with contextlib.suppress(Exception):
       place = place or self._place(*compared)
-    return GROUP.failed(
-      name, detail=detail, cause=CAUSE, remedy=REMEDY,
-      place=place or source_lines.find(self.task, *METHODS, containing=WORDS),
-    )  # fmt: skip
+    place = place or source_lines.find(self.task, *METHODS, containing=WORDS)
+    return GROUP.failed(name, detail, CAUSE, REMEDY, place)
 
   def _place(self, *compared: Values) -> str:
     """Returns the first line that makes one number of all positions, from both graphs.

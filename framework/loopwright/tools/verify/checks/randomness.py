@@ -257,12 +257,12 @@ class Steps:
     stateful = [draw for draw in watched.stateful if not draw.by_keras]
     by_layer = any(draw.by_keras for draw in watched.draws)
     own = (STATEFUL, STATELESS) if watched.draws else UNSTEADY
-    why = DROPOUT if by_layer or (self._random_layers and not stateful) else own
-    words = (".assign", "time.") if why is UNSTEADY else ("training=True", "dropout")
+    found = DROPOUT if by_layer or (self._random_layers and not stateful) else own
+    words = (".assign", "time.") if found is UNSTEADY else ("training=True", "dropout")
     drawn, methods = stateful or watched.draws, ("forward", "eval_step")
     place = random_draws.place(self.task, drawn, methods, words)
     told = f"{key} is {once[key]:.6g}, and {twice[key]:.6g} for the same batch again"
-    return GROUP.failed(name, told, *why, place)
+    return GROUP.failed(name, told, *found, place)
 
   def _step(
     self, step: int, *, apart: bool = True, moved: int = 0, batch: Rows | None = None
