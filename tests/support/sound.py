@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import reviews
 import tensorflow as tf
-from toys import KERAS
+from toys import KERAS, network
 
 from loopwright import ArraySource, Loss, Task, weighted_sum
 from loopwright.optimizers import schedules
@@ -27,15 +27,11 @@ class Regression(Task):
     self.library = KERAS[library]
 
   def build_model(self):
-    layers = self.library.layers
-    return self.library.Sequential(
-      [
-        self.library.Input([6]),
-        layers.Dense(16, activation="tanh", kernel_regularizer="l2"),
-        layers.Dropout(0.25),
-        layers.Dense(1, dtype="float32"),
-      ]
-    )
+    return network([6], *self.hidden(self.library.layers), library=self.library)
+
+  def hidden(self, layers):
+    dense = layers.Dense(16, activation="tanh", kernel_regularizer="l2")
+    return [dense, layers.Dropout(0.25), layers.Dense(1, dtype="float32")]
 
   def source(self, split):
     return ArraySource(features={"x": X, "y": np.sin(X.sum(1))})
@@ -61,32 +57,17 @@ class Regression(Task):
 class Normalised(Regression):
   """With batch normalisation."""
 
-  def build_model(self):
-    layers = self.library.layers
-    return self.library.Sequential(
-      [
-        self.library.Input([6]),
-        layers.Dense(16),
-        layers.BatchNormalization(),
-        layers.ReLU(),
-        layers.Dense(1, dtype="float32"),
-      ]
-    )
+  def hidden(self, layers):
+    normalised = [layers.Dense(16), layers.BatchNormalization(), layers.ReLU()]
+    return [*normalised, layers.Dense(1, dtype="float32")]
 
 
 class Words(Regression):
   """An embedding and a GRU over sequences of words."""
 
   def build_model(self):
-    layers = self.library.layers
-    return self.library.Sequential(
-      [
-        self.library.Input([5], dtype="int32"),
-        layers.Embedding(11, 8),
-        layers.GRU(8),
-        layers.Dense(1, dtype="float32"),
-      ]
-    )
+    layers = keras.layers
+    return network([5], layers.Embedding(11, 8), layers.GRU(8), layers.Dense(1, dtype="float32"))
 
   def source(self, split):
     return ArraySource(features={"x": WORDS, "y": np.sin(WORDS.sum(1)).astype(np.float32)})
@@ -95,25 +76,17 @@ class Words(Regression):
     return batch
 
 
-class Affine(tf.Module):
-  """A layer by hand, with a counter of its own."""
-
-  def __init__(self):
-    super().__init__()
-    self.kernel = tf.Variable(np.linspace(-1, 1, 6, dtype=np.float32)[:, None], name="kernel")
-    self.bias = tf.Variable([0.0], name="bias")
-    self.seen = tf.Variable(
-      0, trainable=False, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA, name="seen"
-    )
-
-
 class Module(Regression):
-  """A tf.Module; a Python attribute that counts traces, which changes nothing."""
+  """A tf.Module with a counter; a Python attribute that counts traces, which changes nothing."""
 
   traced = 0
 
   def build_model(self):
-    return Affine()
+    made, first = tf.Module(), tf.VariableAggregation.ONLY_FIRST_REPLICA
+    made.kernel = tf.Variable(np.linspace(-1, 1, 6, dtype=np.float32)[:, None], name="kernel")
+    made.bias = tf.Variable([0.0], name="bias")
+    made.seen = tf.Variable(0, trainable=False, aggregation=first, name="seen")
+    return made
 
   def forward(self, batch, training):
     self.traced += 1
@@ -167,20 +140,22 @@ def gan():
 
 def subject(task, *, library="keras", optimizer=None, **options):
   """Returns the subject of a task, given by a factory."""
-  return Subject(
-    task=task,
-    optimizer=optimizer or KERAS[library].optimizers.Adam,
-    **{"global_batch_size": 12, **options},
-  )
+  optimizer = optimizer or KERAS[library].optimizers.Adam
+  return Subject(task=task, optimizer=optimizer, **{"global_batch_size": 12, **options})
+
+
+def old(task):
+  """The subject of a task with tf_keras."""
+  return subject(lambda: task(library="tf_keras"), library="tf_keras")
 
 
 def digits_cnn():
   """What configs/digits_cnn.gin says."""
-  network = functools.partial(image_classification.cnn, dropout=0.3)
+  cnn = functools.partial(image_classification.cnn, dropout=0.3)
   rate = schedules.cosine_decay(initial=0.002, decay_steps=1500)
   return subject(
     lambda: image_classification.ImageClassification(
-      data=image_classification.digits(), input_shape=(8, 8, 1), network=network, shift=1
+      data=image_classification.digits(), input_shape=(8, 8, 1), network=cnn, shift=1
     ),
     optimizer=lambda: keras.optimizers.Adam(learning_rate=rate),
     global_batch_size=64,
@@ -207,13 +182,9 @@ SUBJECTS = {
   "vocabulary": reviewed,
   "digits_cnn": digits_cnn,
   "regression": lambda: subject(Regression),
-  "regression, tf_keras": lambda: subject(
-    lambda: Regression(library="tf_keras"), library="tf_keras"
-  ),
+  "regression, tf_keras": lambda: old(Regression),
   "batch norm": lambda: subject(Normalised),
-  "batch norm, tf_keras": lambda: subject(
-    lambda: Normalised(library="tf_keras"), library="tf_keras"
-  ),
+  "batch norm, tf_keras": lambda: old(Normalised),
   "embedding and RNN": lambda: subject(Words),
   "tf.Module": lambda: subject(Module, optimizer=lambda: keras.optimizers.SGD(0.01, momentum=0.9)),
   "subclassed model": lambda: subject(Subclassed, optimizer=keras.optimizers.RMSprop),

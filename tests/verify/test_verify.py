@@ -15,16 +15,13 @@ from defects import kinds, small
 from defects import learning as bad_learning
 from defects import order as bad_order
 from defects import replicas as bad_replicas
+from defects.small import accused, failures
 
 import launch
 from loopwright.tools import verify
 from loopwright.tools.verify import report
 from loopwright.tools.verify.bench import recording
 from loopwright.tools.verify.checks import gradients, learning, order, replicas
-
-
-def failures(results):
-  return [result for result in results if result.status == "failed"]
 
 
 def checked(group, defects, name):
@@ -70,14 +67,14 @@ def test_what_cannot_learn_is_shown(name):
 @pytest.mark.parametrize("name", ["Classes", "Clipped", "SameInputs", "Bound"])
 def test_a_loss_with_a_floor_is_learned_by_heart(name):
   results = learning.check(small.subject(getattr(bad_learning, name)))
-  assert not failures(results)
+  assert accused(results) == []
   assert "its floor" in small.found(results, "learns one batch by heart").detail
 
 
 @pytest.mark.parametrize("name", ["Differences", "Critic"])
 def test_a_gradient_that_cancels_is_a_note(name):
   results = gradients.check(small.subject(getattr(bad_gradients, name)))
-  assert not failures(results)
+  assert accused(results) == []
   assert "bias cancels" in small.found(results, "no gradient is zero").detail
 
 
@@ -143,7 +140,7 @@ def test_finite_differences_are_in_float64_if_the_task_can(task, precision, says
 def test_gradients_that_are_stopped_on_purpose_are_no_failure():
   results = gradients.check(small.subject(bad_gradients.StopsOnPurpose))
   assert small.found(results, "finite differences").status == "not applicable"
-  assert failures(results) == []
+  assert accused(results) == []
 
 
 def test_a_penalty_may_be_shown():
@@ -152,7 +149,7 @@ def test_a_penalty_may_be_shown():
 
 def test_a_sparse_gradient_is_shown_with_its_size():
   results = gradients.check(small.subject(bad_gradients.Embedded))
-  assert failures(results) == []
+  assert accused(results) == []
   assert f"{50 * 4 * 4} bytes" in small.found(results, "sparse gradients").detail
 
 

@@ -4,7 +4,7 @@ import pytest
 import sound
 from defects import evaluation as defects
 from defects import kinds, right
-from defects.small import found, line_of, place, subject
+from defects.small import explained, found, place, subject
 
 from loopwright.tools import verify
 from loopwright.tools.verify.checks import evaluation
@@ -19,12 +19,7 @@ def test_a_defect(name):
   task = getattr(defects, name)
   results = evaluation.check(subject(task))
   assert tuple(each.check for each in results) == CHECKS
-  failed = [each for each in results if each.status == "failed"]
-  assert {each.check for each in failed} == set(checks)
-  assert {each.cause for each in failed} == {cause}
-  assert says in failed[0].detail
-  assert {each.place for each in failed} == {line_of(task, words)}
-  assert all(each.remedy for each in failed)
+  explained(results, task, dict.fromkeys(checks, cause), says, words)
 
 
 RIGHT = [
@@ -35,17 +30,10 @@ RIGHT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("task", RIGHT)
+@pytest.mark.parametrize("task", [*RIGHT, *sound.SUBJECTS])
 @pytest.mark.fast(task=[defects.GatheredRecall])
 def test_a_right_task(task):
-  results = evaluation.check(subject(task))
-  assert [(each.check, each.detail) for each in results if each.status != "passed"] == []
-
-
-@pytest.mark.parametrize("name", sound.SUBJECTS)
-@pytest.mark.whole
-def test_a_sound_subject(name):
-  results = evaluation.check(sound.SUBJECTS[name]())
+  results = evaluation.check(sound.SUBJECTS[task]() if task in sound.SUBJECTS else subject(task))
   assert [(each.check, each.detail) for each in results if each.status != "passed"] == []
 
 

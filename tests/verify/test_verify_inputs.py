@@ -1,12 +1,11 @@
 """Group "inputs" of --mode=verify: each planted defect is named and placed, right tasks pass."""
 
 import keras
-import numpy as np
 import pytest
 from defects import inputs as defects
 from defects.randomness import NoiseOfExamples
 from defects.right import RIGHT, Dropout, Right, TrainOnly
-from defects.small import place
+from defects.small import accused, failures, place
 
 from loopwright.tools.verify.bench import survey
 from loopwright.tools.verify.bench.bench import Subject
@@ -44,7 +43,7 @@ def test_a_defect(name, monkeypatch):
   task = getattr(defects, name)
   owner = options.pop("owner", task)
   results = inputs.check(subject(task, **options))
-  failed = {each.check: each for each in results if each.status == "failed"}
+  failed = {each.check: each for each in failures(results)}
   checks, causes = (check, cause) if isinstance(check, tuple) else ((check,), (cause,))
   assert {c: each.cause for c, each in failed.items()} == dict(zip(checks, causes, strict=True))
   found = [each for each in failed.values() if says in each.detail]
@@ -61,14 +60,14 @@ def test_a_defect(name, monkeypatch):
 @pytest.mark.fast(task=RIGHT[:1])
 def test_a_right_task(task):
   results = inputs.check(subject(task))
-  assert not [each for each in results if each.status == "failed"]
+  assert accused(results) == []
   assert {each.check for each in results} <= set(CHECKS)
 
 
 @pytest.mark.whole
 def test_a_batch_larger_than_the_data_in_micro_batches():
   results = inputs.check(subject(Dropout, global_batch_size=129, options={"accumulation_steps": 2}))
-  assert not [each for each in results if each.status == "failed"]
+  assert accused(results) == []
 
 
 @pytest.mark.whole
@@ -108,12 +107,3 @@ def test_a_sample_says_so(monkeypatch):
   found = {each.check: each for each in inputs.check(subject(Right))}
   assert found["train and eval apart"].detail == "none of 8 eval in 8 train examples (a sample)"
   assert found["each example once"].detail == "no example twice in the first 16 examples"
-
-
-def test_what_a_survey_counts():
-  column = survey.Column(np.dtype(np.float32), (2,), np.zeros([1, 2], np.float32))
-  column.add(np.array([[0, 1], [np.nan, 3]], np.float32), np.array([4, 9]))
-  column.add(np.array([[4, np.inf]], np.float32), np.array([2]))
-  assert (column.count, column.mean, column.low, column.high) == (4, 2.0, 0.0, 4.0)
-  assert column.std == pytest.approx(np.std([0, 1, 3, 4]))
-  assert (column.not_finite, column.bad_example, column.constant) == (2, 9, False)

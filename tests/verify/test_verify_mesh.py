@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from defects import mesh as planted
-from defects.small import Small, line_of, subject
+from defects.small import Small, accused, explained, subject
 
 from loopwright.errors import ConfigError
 from loopwright.strategies import factories
@@ -19,10 +19,6 @@ def checked(task, layouts=LAYOUTS, sizes=SIZES):
     return factories.model_parallel(mesh=sizes, layouts=layouts)
 
   return mesh.check(dataclasses.replace(subject(task), mesh=strategy))
-
-
-def failures(results):
-  return [(r.check, r.cause, r.place) for r in results if r.status == "failed"]
 
 
 DEFECTS = {
@@ -47,7 +43,7 @@ DEFECTS = {
 def test_a_defect(name):
   check, explanation, words = DEFECTS[name]
   task = getattr(planted, name)
-  assert failures(checked(task)) == [(check, explanation.cause, line_of(task, words))]
+  explained(checked(task), task, {check: explanation.cause}, "", words)
 
 
 @pytest.mark.whole
@@ -71,7 +67,7 @@ def test_a_layout_that_cannot_be_is_refused(layouts, sizes, message):
 def test_a_right_task(sizes):
   layouts = LAYOUTS if "model" in sizes else {}
   results = checked(planted.Network, layouts, sizes)
-  assert failures(results) == []
+  assert accused(results) == []
   assert {*(mesh.RUNS, mesh.UPDATE, mesh.METRICS, mesh.NOISE, mesh.OWN)} <= {
     result.check for result in results if result.status == "passed"
   }

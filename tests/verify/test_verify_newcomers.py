@@ -6,7 +6,7 @@ To be quick, a group's checks run in part: `on_two` compares one replica with tw
 import keras
 import pytest
 from defects import newcomers
-from defects.small import line_of, subject
+from defects.small import accused, failures, line_of, subject
 
 from loopwright.tools import verify
 from loopwright.tools.verify.bench.comparison import Comparison
@@ -57,7 +57,6 @@ LOCAL_WEIGHT = "divided by the weight of one replica"
 DEFECTS = {
   "IgnoresWeights": ("replicas", "weights are ignored", "from_examples"),
   "HalfWeights": ("replicas", "weights are ignored", "Loss("),
-  "MeanAndOne": ("replicas", "padding counts", "Loss("),
   "LossOfKeras": ("replicas", "padding counts", "Loss(squares"),
   "MaskedMean": ("replicas", "mean of means", "divide_no_nan"),
   "MaskedMeanOfRows": ("replicas", "loss divided by a local count", "divide_no_nan"),
@@ -90,7 +89,6 @@ DEFECTS = {
   "CounterInForward": ("restore", "variable outside the checkpoint", "assign_add"),
   "TrainedTeacher": ("gradients", "variable without gradient", '"teacher"'),
   "Recomputed": ("randomness", DROPOUT, "recompute_grad"),
-  "NoiseInLoss": ("randomness", STATEFUL, "tf.random.normal"),
   "Mixup": ("randomness", STATEFUL, "tf.random.shuffle"),
 }
 """Name -> groups, the only cause in each of them, and words of the line."""
@@ -143,10 +141,6 @@ def quick(monkeypatch):
   monkeypatch.setattr(inputs, "READ_S", 0.1)
 
 
-def failures(results):
-  return [result for result in results if result.status == "failed"]
-
-
 @pytest.mark.parametrize("name", DEFECTS)
 @pytest.mark.fast(name=["LocalCondition"])
 def test_a_mistake_is_explained(name):
@@ -184,7 +178,7 @@ def test_an_exception_is_one_finding(name):
 @pytest.mark.fast(name=["SecondHead"])
 def test_a_right_task(name):
   results = [r for group in RIGHT[name].split() for r in CHECKS[group](subject_of(name))]
-  assert [(each.check, each.detail) for each in failures(results)] == []
+  assert accused(results) == []
   assert sum(each.status == "passed" for each in results) >= 3
   assert {each.status for each in results if each.check == "weights count"} <= {"passed"}
 

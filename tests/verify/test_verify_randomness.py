@@ -4,7 +4,7 @@ import keras
 import pytest
 from defects import randomness as defects
 from defects import right
-from defects.small import line_of
+from defects.small import explained
 
 from loopwright.tools.verify.bench.bench import Subject
 from loopwright.tools.verify.checks import randomness
@@ -33,11 +33,7 @@ def results(task, **options):
 def test_a_defect(name):
   causes, says, words = defects.DEFECTS[name]
   task = getattr(defects, name)
-  failed = [each for each in results(task).values() if each.status == "failed"]
-  assert {each.check: each.cause for each in failed} == causes
-  assert says in failed[0].detail
-  assert {each.place for each in failed} == {line_of(task, words)}
-  assert all(each.remedy for each in failed)
+  explained(results(task).values(), task, causes, says, words)
 
 
 DRAWS_NOTHING = dict.fromkeys((*STEP, MIXES, "dropout is active", NORMALISES), "not applicable")

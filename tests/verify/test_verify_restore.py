@@ -3,7 +3,7 @@
 import pytest
 import sound
 from defects import restore as defects
-from defects.small import place
+from defects.small import accused, explained, place
 
 from loopwright.tools.verify.checks import restore
 
@@ -49,17 +49,13 @@ def test_a_defect(name, on_one_device):
   check, cause, told, text = DEFECTS[name]
   kind = getattr(defects, name)
   results = by_check(restore.check(sound.subject(kind)))
-  failed = [result.check for result in results.values() if result.status == "failed"]
-  assert failed == [check]
-  assert results[check].cause == cause
-  assert told in results[check].detail
-  assert results[check].place == place(kind, text)
+  explained(results.values(), kind, {check: cause}, told, text)
 
 
 @pytest.mark.parametrize("kind", [defects.Generator, defects.Metric])
 def test_what_a_task_keeps_beside_its_model_is_restored(kind, on_one_device):
   results = by_check(restore.check(sound.subject(kind)))
-  assert [each.check for each in results.values() if each.status == "failed"] == []
+  assert accused(results.values()) == []
 
 
 def test_one_task_for_all_is_made_as_new(on_one_device):

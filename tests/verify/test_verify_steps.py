@@ -3,7 +3,7 @@
 import keras
 import pytest
 from defects import small, steps
-from defects.small import found, place, subject
+from defects.small import accused, explained, failures, found, place, subject
 from test_verify_newcomers import on_two
 
 from loopwright.tools import verify
@@ -29,18 +29,13 @@ def subject_of(task, **options):
   return subject(task, optimizer=names and dict.fromkeys(names, keras.optimizers.Adam), **options)
 
 
-def failures(results):
-  return [(each.check, each.cause, each.place) for each in results if each.status == "failed"]
-
-
 # ---- Gradients
 
 
 def test_a_network_that_no_optimizer_updates_is_named():
   results = gradients.check(subject_of(steps.Forgotten))
-  where = place(steps.Forgotten, '"between": network')
-  assert failures(results) == [(OWNED, "variable that no optimizer updates", where)]
-  assert found(results, OWNED).detail.startswith("between/")
+  causes = {OWNED: "variable that no optimizer updates"}
+  explained(results, steps.Forgotten, causes, "between/", '"between": network')
 
 
 @pytest.mark.parametrize(
@@ -53,21 +48,20 @@ def test_a_network_that_no_optimizer_updates_is_named():
 )
 @pytest.mark.fast(task=[steps.Positions])
 def test_a_variable_outside_the_model_is_named(task, words):
-  results = gradients.check(subject_of(task))
-  where = place(task, words)
-  assert failures(results) == [(IN_MODEL, "variable outside the model", where)]
+  causes = {IN_MODEL: "variable outside the model"}
+  explained(gradients.check(subject_of(task)), task, causes, "", words)
 
 
 def test_a_model_may_be_a_part_of_a_larger_one():
   results = gradients.check(subject_of(steps.PartOfLarger))
-  assert failures(results) == []
+  assert accused(results) == []
   assert found(results, IN_MODEL).status == "passed"
 
 
 def test_a_layer_that_each_call_makes_anew_is_named():
   report = verify.verify(subject_of(steps.MadeInForward), groups=("order", "gradients"))
-  where = place(steps.MadeInForward, "keras.layers.Dense(FEATURES)(")
-  assert failures(report.results) == [("runs at all", "variable outside the model", where)]
+  causes, words = {"runs at all": "variable outside the model"}, "keras.layers.Dense(FEATURES)("
+  explained(report.results, steps.MadeInForward, causes, "", words)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +69,7 @@ def test_a_layer_that_each_call_makes_anew_is_named():
 )
 def test_a_gradient_that_is_replaced_on_purpose_is_no_failure(task, words):
   results = gradients.check(subject_of(task))
-  assert failures(results) == []
+  assert accused(results) == []
   compared = found(results, "finite differences")
   assert compared.status == "not applicable"
   assert f"replaces a gradient ({place(task, words)}) on purpose" in compared.detail
@@ -90,7 +84,7 @@ def test_a_gradient_that_is_replaced_on_purpose_is_no_failure(task, words):
 )
 def test_calls_through_which_no_gradient_passes_are_counted(task, calls):
   results = gradients.check(subject_of(task))
-  assert failures(results) == []
+  assert accused(results) == []
   told = found(results, READS).detail
   assert calls in told
   assert ("tf.stop_gradient" in told) == ("through 2" in calls)
@@ -109,7 +103,7 @@ FOLLOWS = "what assignments follow"
 
 def test_an_average_of_weights_before_their_update_is_noted():
   results = order.check(subject_of(steps.Averaged))
-  assert failures(results) == []
+  assert accused(results) == []
   told = found(results, FOLLOWS).detail
   assert place(steps.Averaged, "step.assign(slow") in told
   assert "follows fast/" in told
@@ -123,8 +117,6 @@ def test_an_average_of_weights_after_their_update_is_noted():
 
 # ---- Rates
 
-EPOCHS = "epochs counted in local batches"
-
 
 def later(task, **options):
   """The results of several steps with the own optimizer, without the search for what differs."""
@@ -135,20 +127,18 @@ def later(task, **options):
 
 def test_a_rate_by_epochs_of_one_replica_is_named():
   """400 // 12 steps on one replica, 400 // 6 on two: ten epochs end at step 330, and at 660."""
-  results = later(small.Small, optimizer=steps.sgd_by_local_epochs)
-  where = place(steps, "num_replicas_in_sync").replace("defects.steps.", "")
-  assert failures(results) == [("same rates and updates later on", EPOCHS, where)]
+  [failed] = failures(later(small.Small, optimizer=steps.sgd_by_local_epochs))
+  assert (failed.check, failed.cause) == (later_steps.NAME, later_steps.CAUSE)
+  assert failed.place == place(steps, "num_replicas_in_sync").replace("defects.steps.", "")
   first = next(n for n in later_steps.RATE_NUMBERS if n > 330)
   told = f"at step {first} the learning rate of 'default' is 0.001 on one replica and 0.01 on 2"
-  assert found(results, "same rates and updates later on").detail == told
+  assert failed.detail == told
 
 
 def test_a_loss_by_epochs_of_one_replica_is_named():
   """An epoch is 4000 // 12 = 333 steps on one replica and 666 on two: at 512 they differ."""
-  results = later(steps.LocalEpochs)
-  where = place(steps.LocalEpochs, 'batch["x"].shape[0]')
-  assert failures(results) == [("same rates and updates later on", EPOCHS, where)]
-  assert found(results, "same rates and updates later on").detail.startswith("at step 512 on 2")
+  causes, words = {later_steps.NAME: later_steps.CAUSE}, 'batch["x"].shape[0]'
+  explained(later(steps.LocalEpochs), steps.LocalEpochs, causes, "at step 512 on 2", words)
 
 
 # ---- Rows that depend on one another
@@ -167,7 +157,7 @@ MIXED, PADDED = "examples that depend on one another", "padded rows among the ot
 )
 @pytest.mark.fast(task=[steps.Crowded])
 def test_the_line_where_rows_meet_is_named(task, cause, words):
-  found = [each for each in on_two(subject_of(task)) if each.status == "failed"]
+  found = failures(on_two(subject_of(task)))
   assert {each.cause for each in found} == {cause}
   assert {each.place.partition(", in ")[0] for each in found} == {
     place(*words).partition(", in ")[0]
@@ -179,14 +169,14 @@ def test_the_line_where_rows_meet_is_named(task, cause, words):
 @pytest.mark.parametrize("task", [steps.Mixture, steps.Candidates, steps.Graphs])
 @pytest.mark.whole
 def test_rows_that_do_not_depend_on_one_another_pass(task):
-  assert failures(on_two(subject_of(task))) == []
+  assert accused(on_two(subject_of(task))) == []
 
 
 @pytest.mark.whole
 def test_experts_that_see_few_rows_and_are_balanced_over_all_replicas_pass():
   subject = subject_of(steps.Balanced)
   results = [*gradients.check(subject), *replicas.check(subject)]
-  assert failures(results) == []
+  assert accused(results) == []
   assert {r.check: r.status for r in results}["no gradient is zero"] == "passed"
 
 

@@ -3,8 +3,10 @@
 import keras
 import numpy as np
 import tensorflow as tf
+from toys import network
 
-from defects.small import FEATURES, Small, Written, planted
+from defects.small import FEATURES, Small, Written, every_variable, planted
+from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss
 
 DEFECTS, defect = planted()
@@ -54,8 +56,7 @@ class HardCodes(Small):
     last = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
     return {"first": super().build_model(), "last": last}
 
-  def variables_of(self, optimizer):
-    return [v for part in self.model.values() for v in part.trainable_variables]
+  variables_of = every_variable
 
   def forward(self, batch, training):
     outputs = self.model["first"](batch["x"], training=training)[:, 0]
@@ -69,9 +70,8 @@ class HardCodes(Small):
 @defect("no gradient is zero", "zero gradient", "hidden")
 class DeadReLU(Small):
   def hidden(self):
-    return [
-      keras.layers.Dense(4, activation="relu", bias_initializer=keras.initializers.Constant(-99.0))
-    ]
+    off = keras.initializers.Constant(-99.0)
+    return [keras.layers.Dense(4, activation="relu", bias_initializer=off)]
 
 
 @defect("gradients are finite", "non-finite gradient", "errors")
@@ -163,16 +163,10 @@ class Embedded(Small):
   """Right: a sparse gradient is made dense."""
 
   def build_model(self):
-    layers = [
-      keras.Input([2], dtype="int32"),
-      keras.layers.Embedding(50, 4),
-      keras.layers.Flatten(),
-    ]
-    return keras.Sequential([*layers, keras.layers.Dense(1)])
+    layers = keras.layers
+    return network([2], layers.Embedding(50, 4), layers.Flatten(), layers.Dense(1))
 
   def source(self, split):
-    from loopwright.inputs.sources import ArraySource
-
     x = np.random.default_rng(2).integers(0, 50, [40, 2]).astype(np.int32)
     return ArraySource(features={"x": x, "y": x.sum(axis=1).astype(np.float32) / 50})
 

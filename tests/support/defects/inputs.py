@@ -2,9 +2,12 @@
 
 import time
 
+import keras
 import numpy as np
 import tensorflow as tf
+from toys import network
 
+from defects import randomness
 from defects.right import CLASSES, Right, points
 from defects.small import planted
 from loopwright import ArraySource, Loss, Source, StreamSource
@@ -128,10 +131,8 @@ class FlippedAlways(Right):
   "reads batch['seed'], which only training has",
   'batch["seed"]',
 )
-class SeedInEvaluation(Right):
-  def preprocess(self, batch, training):
-    shift = tf.cast(batch["seed"][:, :1] % 3, tf.float32) / 10
-    return {**batch, "x": batch["x"] + shift}
+class SeedInEvaluation(randomness.SeedInEvaluation):
+  pass
 
 
 @defect(
@@ -204,9 +205,7 @@ class LabelsFromOne(Right):
     return ArraySource(features={**features, "label": features["label"] + 1})
 
   def build_model(self):
-    import keras
-
-    return keras.Sequential([keras.Input([6]), keras.layers.Dense(CLASSES)])
+    return network([6], keras.layers.Dense(CLASSES))
 
 
 @defect(
@@ -219,9 +218,6 @@ class OneHotLabels(Right):
   def source(self, split):
     features = points(split)
     return ArraySource(features={**features, "label": features["label"] * 2})
-
-  def build_model(self):
-    return super().build_model()
 
   def loss(self, outputs, batch):
     losses = tf.nn.softmax_cross_entropy_with_logits(tf.one_hot(batch["label"], 3), outputs)
@@ -343,11 +339,9 @@ class StandardisedByEvaluation(Right):
 @defect(STATISTICS, FITTED, "of 'x' that only the evaluation set has", "adapt(")
 class AdaptedToBoth(Right):
   def build_model(self):
-    import keras
-
     scale = keras.layers.Normalization(axis=-1)
     scale.adapt(np.concatenate([points("train")["x"], points("eval")["x"]]))
-    return keras.Sequential([keras.Input([6]), scale, keras.layers.Dense(CLASSES)])
+    return network([6], scale, keras.layers.Dense(CLASSES))
 
 
 @defect(STATISTICS, FITTED, "before training reads source('eval')", 'source("eval")')
@@ -385,8 +379,6 @@ class AdaptedToAllWords(Right):
     return ArraySource(features={**points(split), "text": self.words(split)})
 
   def build_model(self):
-    import keras
-
     self.other = keras.layers.Discretization(num_bins=4)
     self.lookup = keras.layers.TextVectorization(output_sequence_length=3)
     texts = np.concatenate([self.words(split) for split in self.splits])

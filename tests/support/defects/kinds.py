@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 import tf_keras
+from toys import network
 
 from defects.small import FEATURES, Small, Written, data
 from loopwright.inputs.sources import ArraySource
@@ -12,7 +13,11 @@ from loopwright.metrics import Loss, weighted_sum
 
 class Dropout(Small):
   def hidden(self):
-    return [keras.layers.Dense(8, activation="relu"), keras.layers.Dropout(0.4)]
+    return [self.library.layers.Dense(8, activation="relu"), self.library.layers.Dropout(0.4)]
+
+
+class TfKeras(Dropout):
+  library = tf_keras
 
 
 class BatchNorm(Small):
@@ -33,20 +38,11 @@ class Regularised(Small):
     return [keras.layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.01))]
 
 
-class TfKeras(Small):
-  def build_model(self):
-    layers = tf_keras.layers
-    return tf_keras.Sequential(
-      [tf_keras.Input([FEATURES]), layers.Dense(4, "tanh"), layers.Dropout(0.2), layers.Dense(1)]
-    )
-
-
 class Module(Small):
   def build_model(self):
     module = tf.Module()
-    module.kernel = tf.Variable(
-      tf.random.stateless_normal([FEATURES, 1], seed=[1, 2]), name="kernel"
-    )
+    kernel = tf.random.stateless_normal([FEATURES, 1], seed=[1, 2])
+    module.kernel = tf.Variable(kernel, name="kernel")
     module.bias = tf.Variable(tf.zeros([1]), name="bias")
     return module
 
@@ -58,15 +54,9 @@ class Recurrent(Small):
   """Words as integers, an embedding, a recurrent layer with dropout between its steps too."""
 
   def build_model(self):
-    layers = keras.layers
-    return keras.Sequential(
-      [
-        keras.Input([6], dtype="int32"),
-        layers.Embedding(30, 5, mask_zero=True),
-        layers.SimpleRNN(4, dropout=0.2, recurrent_dropout=0.2),
-        layers.Dense(1),
-      ]
-    )
+    words = keras.layers.Embedding(30, 5, mask_zero=True)
+    recurrent = keras.layers.SimpleRNN(4, dropout=0.2, recurrent_dropout=0.2)
+    return network([6], words, recurrent, keras.layers.Dense(1))
 
   def source(self, split):
     rng = np.random.default_rng(2 if split == "train" else 3)
@@ -74,19 +64,15 @@ class Recurrent(Small):
     words[:, 4:] *= rng.integers(0, 2, [40, 1]).astype(np.int32)
     return ArraySource(features={"x": words, "y": (words[:, 0] > 15).astype(np.float32)})
 
-  def loss(self, outputs, batch):
-    losses = tf.nn.sigmoid_cross_entropy_with_logits(batch["y"], outputs)
-    return Loss.from_examples(losses, batch["weight"])
+  def errors(self, outputs, batch):
+    return tf.nn.sigmoid_cross_entropy_with_logits(batch["y"], outputs)
 
 
 class TwoOptimizers(Small):
   """Two models, each with its optimizer, the second updated by what the first has become."""
 
   def build_model(self):
-    def made(name):
-      return keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(1)], name=name)
-
-    return {"first": made("first"), "second": made("second")}
+    return {name: network([FEATURES], keras.layers.Dense(1)) for name in ("first", "second")}
 
   def train_step(self, step, batch):
     def first(part):
@@ -113,7 +99,7 @@ class Sharpness(Small):
     variables = step.variables()
 
     def reduced():
-      gradients, local = step.gradients(lambda b: self.plain_loss(b), batch, variables)
+      gradients, local = step.gradients(lambda b: self.training_loss(step, b), batch, variables)
       gradients, loss = step.all_reduce(gradients, local)
       return step.unscale(gradients, loss), loss
 
@@ -129,9 +115,6 @@ class Sharpness(Small):
     step.apply(gradients, finite & (loss.weight > 0))
     step.log_update(loss, finite, norm)
 
-  def plain_loss(self, batch):
-    return self.loss(self.forward(batch, training=True), batch)
-
 
 class Classes(Small):
   """Labels, chance level, metrics."""
@@ -139,32 +122,21 @@ class Classes(Small):
   chance_loss = float(np.log(3.0))
 
   def build_model(self):
-    return keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(3)])
+    return network([FEATURES], keras.layers.Dense(3))
 
   def source(self, split):
-    features = data(seed=0 if split == "train" else 1)
-    label = np.argmax(features["x"], axis=1).astype(np.int32)
-    return ArraySource(features={"x": features["x"], "label": label})
+    x = data(seed=0 if split == "train" else 1)["x"]
+    return ArraySource(features={"x": x, "label": np.argmax(x, axis=1).astype(np.int32)})
 
   def forward(self, batch, training):
     return self.model(batch["x"], training=training)
 
-  def loss(self, outputs, batch):
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["label"], outputs)
-    return Loss.from_examples(losses, batch["weight"])
+  def errors(self, outputs, batch):
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(batch["label"], outputs)
 
   def metrics(self, outputs, batch):
     hits = tf.argmax(outputs, axis=-1, output_type=tf.int32) == batch["label"]
     return {"accuracy": weighted_sum(hits, batch["weight"])}
-
-
-class Noise(Small):
-  """Noise on the inputs, by step.seed()."""
-
-  def train_step(self, step, batch):
-    noise = tf.random.stateless_normal(tf.shape(batch["x"]), seed=step.seed())
-    batch = {**batch, "x": batch["x"] + 0.1 * noise}
-    step.update(lambda part: self.training_loss(step, part), batch)
 
 
 class Shares(Small):
@@ -178,5 +150,5 @@ class Shares(Small):
 
 RIGHT = (
   Small, Dropout, BatchNorm, Weighted, Regularised, TfKeras, Module, Recurrent, Written,
-  TwoOptimizers, Sharpness, Classes, Noise,
+  TwoOptimizers, Sharpness, Classes,
 )  # fmt: skip

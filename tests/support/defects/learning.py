@@ -3,8 +3,9 @@
 import keras
 import numpy as np
 import tensorflow as tf
+from toys import network
 
-from defects.small import Small, planted
+from defects.small import Small, every_variable, planted
 from loopwright.metrics import Loss
 
 DEFECTS, defect = planted()
@@ -54,8 +55,7 @@ class Classes(Small):
   smoothing = 0.3
 
   def build_model(self):
-    hidden = keras.layers.Dense(16, activation="tanh")
-    return keras.Sequential([keras.Input([3]), hidden, keras.layers.Dense(4)])
+    return network([3], keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(4))
 
   def forward(self, batch, training):
     return self.model(batch["x"], training=training)
@@ -123,13 +123,10 @@ class Bound(Small):
 
   def build_model(self):
     layers = keras.layers
-    encoder = keras.Sequential(
-      [keras.Input([3]), layers.Dense(8, activation="tanh"), layers.Dense(2)]
-    )
-    return {"default": encoder, "decoder": keras.Sequential([keras.Input([1]), layers.Dense(3)])}
+    encoder = network([3], layers.Dense(8, activation="tanh"), layers.Dense(2))
+    return {"default": encoder, "decoder": network([1], layers.Dense(3))}
 
-  def variables_of(self, optimizer):
-    return [v for network in self.model.values() for v in network.trainable_variables]
+  variables_of = every_variable
 
   def training_loss(self, step, batch):
     mean, log = tf.split(self.model["default"](batch["x"]), 2, axis=1)

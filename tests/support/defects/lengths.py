@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
+from toys import network
 
 from defects.small import planted
 from loopwright import ArraySource, Buckets, Loss, Task, weighted_sum
@@ -151,9 +152,8 @@ class OneLength(OwnPadding):
 
   def build_model(self):
     layers = keras.layers
-    return keras.Sequential(
-      [keras.Input([LONGEST, 3]), layers.Flatten(), layers.Dense(LONGEST), layers.Reshape([-1, 1])]
-    )
+    places = (layers.Dense(LONGEST), layers.Reshape([-1, 1]))
+    return network([LONGEST, 3], layers.Flatten(), *places)
 
 
 class Texts(Graphs):
@@ -161,12 +161,8 @@ class Texts(Graphs):
 
   def build_model(self):
     layers = keras.layers
-    return keras.Sequential(
-      [
-        *(keras.Input([None], dtype="int32"), layers.Embedding(9, 4, mask_zero=True)),
-        *(layers.LSTM(4, dropout=0.2), layers.Dropout(0.3), layers.Dense(1)),
-      ]
-    )
+    words = (layers.Embedding(9, 4, mask_zero=True), layers.LSTM(4, dropout=0.2))
+    return network([None], *words, layers.Dropout(0.3), layers.Dense(1))
 
   def source(self, split):
     features = graphs(split)

@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from defects.small import FEATURES, Small, Written, data
-from loopwright.inputs.sources import ArraySource
+from defects import kinds
+from defects.small import FEATURES, Small, Written, every_variable
 from loopwright.metrics import Loss, weighted_sum
 from loopwright.step import replica_id
 
@@ -24,23 +24,8 @@ def network(name, outputs=1, *hidden, trainable=True):
   return made
 
 
-class Classes(Small):
+class Classes(kinds.Classes):
   """Right: classification."""
-
-  chance_loss = float(np.log(CLASSES))
-
-  def build_model(self):
-    return network("classes", CLASSES)
-
-  def source(self, split):
-    x = data(seed=0 if split == "train" else 1)["x"]
-    return ArraySource(features={"x": x, "label": np.argmax(x, axis=1).astype(np.int32)})
-
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)
-
-  def errors(self, outputs, batch):
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(batch["label"], outputs)
 
   def metrics(self, outputs, batch):
     return {}
@@ -111,11 +96,6 @@ class IgnoresWeights(Small):
 class HalfWeights(IgnoresWeights):
   def loss(self, outputs, batch):
     return Loss(tf.reduce_sum(self.errors(outputs, batch)), tf.reduce_sum(batch["weight"]))
-
-
-class MeanAndOne(Small):
-  def loss(self, outputs, batch):
-    return Loss(tf.reduce_mean(self.errors(outputs, batch)), 1.0)
 
 
 class LossOfKeras(Small):
@@ -407,11 +387,6 @@ class Recomputed(Small):
     return run(batch["x"])[:, 0]
 
 
-class NoiseInLoss(Small):
-  def errors(self, outputs, batch):
-    return tf.square(outputs - batch["y"] + 0.1 * tf.random.normal(tf.shape(outputs)))
-
-
 class Mixup(Small):
   def training_loss(self, step, batch):
     order = tf.random.shuffle(tf.range(tf.shape(batch["x"])[0]))
@@ -447,8 +422,7 @@ class SecondHead(Small):
   def build_model(self):
     return {"default": super().build_model(), "second": network("second")}
 
-  def variables_of(self, optimizer):
-    return [v for part in self.model.values() for v in part.trainable_variables]
+  variables_of = every_variable
 
   def forward(self, batch, training):
     return self.model["default"](batch["x"], training=training)[:, 0]

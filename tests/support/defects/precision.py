@@ -3,6 +3,7 @@
 import keras
 import sound
 import tensorflow as tf
+from toys import network
 
 from loopwright import Loss
 
@@ -10,16 +11,12 @@ from loopwright import Loss
 class Network(sound.Regression):
   """A network of one output; `forward` gives it in the dtype of the policy."""
 
-  def __init__(self, *, library="keras", units=1):
-    super().__init__(library=library)
-    self.units = units
+  units = 1
 
   def build_model(self):
-    layers = [
-      self.library.layers.Dense(16, activation="tanh"),
-      self.library.layers.Dense(self.units),
-    ]
-    return self.library.Sequential([self.library.Input([6]), *layers])
+    layers = self.library.layers
+    hidden = layers.Dense(16, activation="tanh")
+    return network([6], hidden, layers.Dense(self.units), library=self.library)
 
 
 class Mixed(Network):
@@ -52,8 +49,7 @@ class Squares(Network):
 class Wide(Network):
   """A mean over more elements than float16 can count."""
 
-  def __init__(self):
-    super().__init__(units=70000)
+  units = 70000
 
   def forward(self, batch, training):
     outputs = self.model(batch["x"], training=training)
@@ -71,8 +67,7 @@ class Total(Wide):
 class Logarithm(Network):
   """The logarithm of a probability that float16 makes zero, with an epsilon that it makes zero."""
 
-  def __init__(self):
-    super().__init__(units=3)
+  units = 3
 
   def forward(self, batch, training):
     logits = self.model(batch["x"], training=training)
@@ -89,8 +84,7 @@ class Logarithm(Network):
 class Running(Network):
   """A running total along 4096 positions, in bfloat16."""
 
-  def __init__(self):
-    super().__init__(units=4096)
+  units = 4096
 
   def forward(self, batch, training):
     outputs = self.model(batch["x"], training=training)

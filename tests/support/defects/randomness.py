@@ -5,19 +5,24 @@ import random
 import keras
 import numpy as np
 import tensorflow as tf
+from toys import network
 
 from defects.right import CLASSES, Dropout, Right
-from defects.small import planted
+from defects.small import every_variable, planted
 
 DEFECTS, defect = planted()
 """Of a task: check -> cause, what the first of them says, words of the line it names."""
+OWN_STATE = {"repeats with the seed": "stateful random op"}
+FROZEN = {"differs between steps": "np.random while tracing"}
+AUGMENTS = {"augmentation repeats with the seed": "stateful random op"}
+FROZEN_EPOCHS = {"augmentation differs between epochs": "np.random while tracing"}
+FIXED_EPOCHS = {"augmentation differs between epochs": "a fixed seed"}
+ONE_SEED = {"augmentation differs between examples": "one seed for the whole batch"}
+EVALUATED = {"no augmentation in evaluation": "augmentation in evaluation"}
+EQUAL = "equal examples of a batch come out equal (StatelessRandomUniformV2), and different in"
 
 
-@defect(
-  {"repeats with the seed": "stateful random op"},
-  "the same step again gives another update (RandomStandardNormal)",
-  "tf.random.normal",
-)
+@defect(OWN_STATE, "again gives another update (RandomStandardNormal)", "tf.random.normal")
 class StatefulNoise(Right):
   def forward(self, batch, training):
     x = batch["x"]
@@ -26,20 +31,14 @@ class StatefulNoise(Right):
     return self.model(x, training=training)
 
 
-@defect(
-  {"repeats with the seed": "stateful random op"},
-  "the same step again gives another update (RandomUniform)",
-  "tf.nn.dropout",
-)
+@defect(OWN_STATE, "again gives another update (RandomUniform)", "tf.nn.dropout")
 class StatefulDropout(Right):
   def forward(self, batch, training):
     x = tf.nn.dropout(batch["x"], 0.5) if training else batch["x"]
     return self.model(x, training=training)
 
 
-@defect(
-  {"repeats with the seed": "stateful random op"}, "(RngReadAndSkip)", "self.generator.normal"
-)
+@defect(OWN_STATE, "(RngReadAndSkip)", "self.generator.normal")
 class OwnGenerator(Right):
   def build_model(self):
     self.generator = tf.random.Generator.from_seed(3)
@@ -50,11 +49,7 @@ class OwnGenerator(Right):
     step.update(lambda b: self.training_loss(step, b), {**batch, "x": batch["x"] + noise})
 
 
-@defect(
-  {"differs between steps": "np.random while tracing"},
-  "numbers were drawn in Python while the step was traced",
-  "np.random.normal",
-)
+@defect(FROZEN, "in Python while the step was traced", "np.random.normal")
 class NoiseOfNumPy(Right):
   def forward(self, batch, training):
     x = batch["x"]
@@ -63,11 +58,7 @@ class NoiseOfNumPy(Right):
     return self.model(x, training=training)
 
 
-@defect(
-  {"differs between steps": "np.random while tracing"},
-  "numbers were drawn in Python while the step was traced",
-  "random.random()",
-)
+@defect(FROZEN, "in Python while the step was traced", "random.random()")
 class CoinOfPython(Right):
   def train_step(self, step, batch):
     sign = 1.0 if random.random() < 0.5 else -1.0
@@ -140,7 +131,7 @@ class CountsInEvaluation(Right):
 
 
 @defect(
-  {"augmentation repeats with the seed": "stateful random op"},
+  AUGMENTS,
   "'x' differs for the same examples with the same seeds (RandomUniform)",
   "tf.image.random_flip",
 )
@@ -153,10 +144,7 @@ class StatefulFlip(Right):
 
 
 @defect(
-  {
-    "augmentation repeats with the seed": "stateful random op",
-    "no augmentation in evaluation": "augmentation in evaluation",
-  },
+  AUGMENTS | EVALUATED,
   "'x' differs for the same examples with the same seeds (RandomUniform)",
   "tf.random.uniform",
 )
@@ -166,14 +154,7 @@ class IgnoringTraining(Right):
     return {**batch, "x": batch["x"] * brightness}
 
 
-@defect(
-  {
-    "augmentation repeats with the seed": "stateful random op",
-    "no augmentation in evaluation": "augmentation in evaluation",
-  },
-  "'x' differs for the same examples with the same seeds",
-  "self.flip(",
-)
+@defect(AUGMENTS | EVALUATED, "'x' differs for the same examples with the same seeds", "self.flip(")
 class LayerOfKeras(Right):
   def __init__(self):
     self.flip = keras.layers.RandomFlip("horizontal", seed=3)
@@ -182,22 +163,14 @@ class LayerOfKeras(Right):
     return {**batch, "x": self.flip(batch["x"][:, None, :, None])[:, 0, :, 0]}
 
 
-@defect(
-  {"no augmentation in evaluation": "augmentation in evaluation"},
-  "reads batch['seed']",
-  'batch["seed"]',
-)
+@defect(EVALUATED, "reads batch['seed']", 'batch["seed"]')
 class SeedInEvaluation(Right):
   def preprocess(self, batch, training):
     shift = tf.cast(batch["seed"][:, :1] % 3, tf.float32) / 10
     return {**batch, "x": batch["x"] + shift}
 
 
-@defect(
-  {"augmentation differs between epochs": "np.random while tracing"},
-  "numbers are drawn in Python while preprocess() is traced",
-  "np.random.uniform",
-)
+@defect(FROZEN_EPOCHS, "in Python while preprocess() is traced", "np.random.uniform")
 class BrightnessOfNumPy(Right):
   def preprocess(self, batch, training):
     if training:
@@ -206,11 +179,7 @@ class BrightnessOfNumPy(Right):
     return batch
 
 
-@defect(
-  {"augmentation differs between epochs": "np.random while tracing"},
-  "numbers are drawn in Python while preprocess() is traced",
-  "default_rng()",
-)
+@defect(FROZEN_EPOCHS, "in Python while preprocess() is traced", "default_rng()")
 class AnotherGenerator(Right):
   def preprocess(self, batch, training):
     if training and np.random.default_rng().random() < 0.5:
@@ -218,11 +187,7 @@ class AnotherGenerator(Right):
     return batch
 
 
-@defect(
-  {"augmentation repeats with the seed": "stateful random op"},
-  "'x' differs for the same examples with the same seeds",
-  "np.random.normal",
-)
+@defect(AUGMENTS, "'x' differs for the same examples with the same seeds", "np.random.normal")
 class NumPyFunction(Right):
   def preprocess(self, batch, training):
     if training:
@@ -232,11 +197,7 @@ class NumPyFunction(Right):
     return batch
 
 
-@defect(
-  {"augmentation differs between epochs": "a fixed seed"},
-  "the same numbers are drawn in all batches (StatelessRandomNormalV2)",
-  "stateless_normal",
-)
+@defect(FIXED_EPOCHS, "drawn in all batches (StatelessRandomNormalV2)", "stateless_normal")
 class FixedAugmentation(Right):
   def preprocess(self, batch, training):
     if training:
@@ -246,12 +207,7 @@ class FixedAugmentation(Right):
 
 
 @defect(
-  {
-    "augmentation differs between epochs": "a fixed seed",
-    "no augmentation in evaluation": "augmentation in evaluation",
-  },
-  "the same numbers are drawn in all batches (StatelessRandomNormalV2)",
-  "stateless_normal",
+  FIXED_EPOCHS | EVALUATED, "drawn in all batches (StatelessRandomNormalV2)", "stateless_normal"
 )
 class FixedEverywhere(Right):
   def preprocess(self, batch, training):
@@ -259,11 +215,7 @@ class FixedEverywhere(Right):
     return {**batch, "x": batch["x"] + noise}
 
 
-@defect(
-  {"augmentation differs between examples": "one seed for the whole batch"},
-  "equal examples of a batch come out equal (StatelessRandomUniformV2), and different in another",
-  "stateless_uniform",
-)
+@defect(ONE_SEED, EQUAL, "stateless_uniform")
 class OneBrightness(Right):
   def preprocess(self, batch, training):
     if training:
@@ -272,11 +224,7 @@ class OneBrightness(Right):
     return batch
 
 
-@defect(
-  {"augmentation differs between examples": "one seed for the whole batch"},
-  "equal examples of a batch come out equal (StatelessRandomUniformV2), and different in another",
-  "stateless_uniform",
-)
+@defect(ONE_SEED, EQUAL, "stateless_uniform")
 class BrightnessOfTheStep(Right):
   def preprocess(self, batch, training):
     if training:
@@ -308,7 +256,7 @@ class NormalisesWithMovingAverages(Right):
   def build_model(self):
     layers = keras.layers
     hidden = [layers.Dense(4), layers.BatchNormalization(synchronized=True)]
-    return keras.Sequential([keras.Input([6]), *hidden, layers.Dense(CLASSES)])
+    return network([6], *hidden, layers.Dense(CLASSES))
 
   def forward(self, batch, training):
     return self.model(batch["x"])
@@ -327,11 +275,10 @@ class FineTuned(Right):
 
   def build_model(self):
     layers = keras.layers
-    body = keras.Sequential([keras.Input([6]), layers.Dense(4), layers.BatchNormalization()])
-    return {"body": body, "head": keras.Sequential([keras.Input([4]), layers.Dense(CLASSES)])}
+    body = network([6], layers.Dense(4), layers.BatchNormalization())
+    return {"body": body, "head": network([4], layers.Dense(CLASSES))}
 
-  def variables_of(self, optimizer):
-    return [v for part in self.model.values() for v in part.trainable_variables]
+  variables_of = every_variable
 
   def forward(self, batch, training):
     return self.model["head"](self.model["body"](batch["x"], training=False), training=training)
@@ -376,11 +323,8 @@ class NoiseOfExamples(Right):
 
   def _noise(self, ids, step):
     step = tf.cast(step, tf.int32)
-    return tf.map_fn(
-      lambda i: tf.random.stateless_normal([6], seed=tf.stack([i, step])),
-      tf.cast(ids, tf.int32),
-      fn_output_signature=tf.float32,
-    )
+    draw = lambda i: tf.random.stateless_normal([6], seed=tf.stack([i, step]))  # noqa: E731
+    return tf.map_fn(draw, tf.cast(ids, tf.int32), fn_output_signature=tf.float32)
 
 
 class SeededNumPyFunction(Right):
@@ -415,6 +359,4 @@ class Teacher(Dropout):
 class NoDropout(Dropout):
   """Dropout with a rate of 0."""
 
-  def build_model(self):
-    layers = keras.layers
-    return keras.Sequential([keras.Input([6]), layers.Dropout(0.0), layers.Dense(CLASSES)])
+  rate = 0.0

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import sound
 import tensorflow as tf
+from toys import network
 
 from loopwright import ArraySource
 
@@ -107,14 +108,7 @@ class Vocabulary(sound.Words):
       words.write("word\n")
     with open(file) as words:
       size = 11 + len(words.readlines())
-    return keras.Sequential(
-      [
-        keras.Input([5]),
-        keras.layers.Embedding(size, 4),
-        keras.layers.GRU(4),
-        keras.layers.Dense(1),
-      ]
-    )
+    return network([5], keras.layers.Embedding(size, 4), keras.layers.GRU(4), keras.layers.Dense(1))
 
 
 class Augmented(sound.Regression):

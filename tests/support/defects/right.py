@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 import tf_keras
+from toys import network
 
 from loopwright import ArraySource, Loss, StreamSource, Task, weighted_sum
 
@@ -23,7 +24,7 @@ class Right(Task):
   """Softmax regression."""
 
   def build_model(self):
-    return keras.Sequential([keras.Input([6]), keras.layers.Dense(CLASSES)])
+    return network([6], keras.layers.Dense(CLASSES))
 
   def source(self, split):
     return ArraySource(features=points(split))
@@ -43,21 +44,18 @@ class Right(Task):
 class Dropout(Right):
   """Dropout of Keras 3."""
 
+  library, rate = keras, 0.5
+
   def build_model(self):
-    layers = keras.layers
-    return keras.Sequential(
-      [keras.Input([6]), layers.Dense(8), layers.Dropout(0.5), layers.Dense(CLASSES)]
-    )
+    layers = self.library.layers
+    hidden = (layers.Dense(8), layers.Dropout(self.rate))
+    return network([6], *hidden, layers.Dense(CLASSES), library=self.library)
 
 
-class OldDropout(Right):
+class OldDropout(Dropout):
   """Dropout of tf_keras."""
 
-  def build_model(self):
-    layers = tf_keras.layers
-    return tf_keras.Sequential(
-      [layers.Input([6]), layers.Dense(8), layers.Dropout(0.5), layers.Dense(CLASSES)]
-    )
+  library = tf_keras
 
 
 class Augmented(Dropout):
@@ -66,28 +64,19 @@ class Augmented(Dropout):
   def preprocess(self, batch, training):
     if not training:
       return batch
-    noise = tf.map_fn(
-      lambda seed: tf.random.stateless_normal([6], seed=seed),
-      batch["seed"],
-      fn_output_signature=tf.float32,
-    )
+    draw = lambda seed: tf.random.stateless_normal([6], seed=seed)  # noqa: E731
+    noise = tf.map_fn(draw, batch["seed"], fn_output_signature=tf.float32)
     return {**batch, "x": batch["x"] + 0.1 * noise}
-
-
-class Matrix(tf.Module):
-  """A weight and a bias."""
-
-  def __init__(self):
-    super().__init__()
-    self.kernel = tf.Variable(tf.random.stateless_normal([6, CLASSES], seed=[1, 2]))
-    self.bias = tf.Variable(tf.zeros([CLASSES]))
 
 
 class Module(Right):
   """Without Keras, and with noise of its own in train_step."""
 
   def build_model(self):
-    return Matrix()
+    module = tf.Module()
+    module.kernel = tf.Variable(tf.random.stateless_normal([6, CLASSES], seed=[1, 2]))
+    module.bias = tf.Variable(tf.zeros([CLASSES]))
+    return module
 
   def forward(self, batch, training):
     return batch["x"] @ self.model.kernel + self.model.bias
@@ -144,18 +133,20 @@ class Endless(Right):
     return StreamSource(dataset=dataset, num_examples=32 if split == "eval" else None)
 
 
-class Regression(Task):
+class Regression(Right):
   """Whole numbers far from 0 as features and targets: no classes, nothing to scale."""
 
+  outputs = 1
+
   def build_model(self):
-    return keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    return network([2], keras.layers.Dense(self.outputs))
 
   def source(self, split):
     x = np.random.default_rng(len(split)).integers(0, 500, [64, 2])
     return ArraySource(features={"x": x.astype(np.float32), "y": x.sum(axis=1) - 100})
 
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)
+  def metrics(self, outputs, batch):
+    return {}
 
   def loss(self, outputs, batch):
     errors = tf.square(outputs[:, 0] - tf.cast(batch["y"], tf.float32))
@@ -165,8 +156,7 @@ class Regression(Task):
 class Quantiles(Regression):
   """Three outputs for one whole number, which is no class."""
 
-  def build_model(self):
-    return keras.Sequential([keras.Input([2]), keras.layers.Dense(3)])
+  outputs = 3
 
   def loss(self, outputs, batch):
     errors = tf.cast(batch["y"], tf.float32)[:, None] - outputs
@@ -179,9 +169,7 @@ class Rescaling(Right):
 
   def build_model(self):
     layers = keras.layers
-    return keras.Sequential(
-      [keras.Input([6]), layers.Rescaling(1 / 255), layers.Dense(8), layers.Dense(CLASSES)]
-    )
+    return network([6], layers.Rescaling(1 / 255), layers.Dense(8), layers.Dense(CLASSES))
 
   def source(self, split):
     features = points(split)
@@ -193,7 +181,7 @@ class FewValues(Right):
   """Two switches and a label: by chance, train and eval have the same rows."""
 
   def build_model(self):
-    return keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
+    return network([2], keras.layers.Dense(2))
 
   def source(self, split):
     x = np.random.default_rng(len(split)).integers(0, 2, [64, 2])

@@ -7,6 +7,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
+from toys import network
 
 from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss, weighted_sum
@@ -26,9 +27,10 @@ def data(seed=0):
 class Small(Task):
   """Regression by a network of two layers."""
 
+  library = keras
+
   def build_model(self):
-    layers = [keras.Input([FEATURES]), *self.hidden(), keras.layers.Dense(1)]
-    return keras.Sequential(layers)
+    return network([FEATURES], *self.hidden(), self.library.layers.Dense(1), library=self.library)
 
   def hidden(self):
     return [keras.layers.Dense(4, activation="tanh")]
@@ -47,6 +49,11 @@ class Small(Task):
 
   def metrics(self, outputs, batch):
     return {"mae": weighted_sum(tf.abs(outputs - batch["y"]), batch["weight"])}
+
+
+def every_variable(task, optimizer):
+  """For `variables_of`: one optimizer updates all networks."""
+  return [v for part in task.model.values() for v in part.trainable_variables]
 
 
 class Written(Small):
@@ -98,6 +105,25 @@ def found(results, check):
   """The only result of that name."""
   [result] = [result for result in results if result.check == check]
   return result
+
+
+def failures(results):
+  """What has failed."""
+  return [result for result in results if result.status == "failed"]
+
+
+def explained(results, task, causes, says, words):
+  """Checks that these checks fail, of these causes, all at the line with `words`, and no others."""
+  failed = failures(results)
+  assert {each.check: each.cause for each in failed} == causes
+  assert says in failed[0].detail
+  assert {each.place for each in failed} == {line_of(task, words) if words else ""}
+  assert all(each.remedy for each in failed)
+
+
+def accused(results):
+  """What is said against a task, for a right one to be compared with nothing."""
+  return [(each.check, each.detail) for each in failures(results)]
 
 
 def place(owner, words):

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from defects.newcomers import Classes, network
-from defects.small import FEATURES, Small
+from defects.small import FEATURES, Small, every_variable
 from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss
 
@@ -168,8 +168,7 @@ class Balanced(Small):
     gate = keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(6)], name="gate")
     return {"gate": gate, **{name: network(name) for name in self.names}}
 
-  def variables_of(self, optimizer):
-    return [v for part in self.model.values() for v in part.trainable_variables]
+  variables_of = every_variable
 
   def routed(self, batch):
     shares = tf.nn.softmax(self.model["gate"](batch["x"]))
@@ -198,8 +197,7 @@ class Towers(Small):
     tanh = [keras.layers.Dense(16, activation="tanh") for _ in range(2)]
     return {"default": network("query", 4, tanh[0]), "item": network("item", 4, tanh[1])}
 
-  def variables_of(self, optimizer):
-    return [v for part in self.model.values() for v in part.trainable_variables]
+  variables_of = every_variable
 
   def forward(self, batch, training):
     query = tf.transpose(tf.transpose(self.model["default"](batch["x"])))
@@ -395,8 +393,7 @@ class Graphs(Small):
       "default": keras.Sequential([keras.Input([6]), layers.Dense(1)]),
     }
 
-  def variables_of(self, optimizer):
-    return [v for part in self.model.values() for v in part.trainable_variables]
+  variables_of = every_variable
 
   def source(self, split):
     rng = np.random.default_rng(3 if split == "train" else 4)

@@ -23,7 +23,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 import tf_keras
-from tensorflow.python.util import tf_stack
 
 from loopwright.aliases import AnySource, Model
 from loopwright.graphs.autograph import as_written, converted
@@ -39,17 +38,8 @@ FEW = 3
 SCALES = (1.0, 1 / 255)
 MOST_VALUES = 2**20
 WORDS = re.compile(r"\w[\w'-]*")
-ADAPTED = [
-  getattr(library.layers, name)
-  for library in (keras, tf_keras)
-  for name in (
-    "Normalization",
-    "Discretization",
-    "TextVectorization",
-    "StringLookup",
-    "IntegerLookup",
-  )
-]
+LAYERS = ("Normalization", "Discretization", "TextVectorization", "StringLookup", "IntegerLookup")
+ADAPTED = [getattr(each.layers, name) for each in (keras, tf_keras) for name in LAYERS]
 
 
 class Moments(NamedTuple):
@@ -92,8 +82,7 @@ def adaptations(task: Any) -> Iterator[list[Vocabulary]]:
 
   def noted(adapt: Callable[..., Any]) -> Callable[..., Any]:
     def noting(layer: Any, data: Any, *args: Any, **options: Any) -> Any:
-      frames = [(f.filename, f.lineno, f.name) for f in tf_stack.extract_stack()[:-1]]
-      place = source_lines.of_frames(frames, task)
+      place = source_lines.of_frames(source_lines.frames(but=__file__), task)
       given = data.unbatch().take(MOST_VALUES).batch(256) if hasattr(data, "unbatch") else [data]
       with contextlib.suppress(Exception):  # the layer says what is wrong with it
         values = set().union(*(_values(np.asarray(each)) for each in given))

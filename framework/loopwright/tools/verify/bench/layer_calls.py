@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import tensorflow as tf
-from tensorflow.python.util import tf_stack
 
 from loopwright.aliases import Layer, Model
 from loopwright.host import lazy_keras
 from loopwright.models import models
+from loopwright.tools.verify.bench import source_lines
 
 LAYERS = ("Dropout", "GaussianNoise", "Random")
 """Parts of the names of layers that draw in training."""
@@ -52,14 +52,8 @@ class Calls:
     """Adds a call."""
     if options.get("training") is True or any(value is True for value in args[1:]):
       self._in_training.add(id(layer))
-    self._calls.setdefault(id(layer), []).append(
-      Call(tf.nest.flatten((args, options)), tf.nest.flatten(outputs), _frames())
-    )
-
-
-def _frames() -> list[tuple[str, int, str]]:
-  frames = [(f.filename, f.lineno, f.name) for f in tf_stack.extract_stack()]
-  return [frame for frame in frames if frame[0] != __file__]
+    frames, inputs = source_lines.frames(but=__file__), tf.nest.flatten((args, options))
+    self._calls.setdefault(id(layer), []).append(Call(inputs, tf.nest.flatten(outputs), frames))
 
 
 @contextlib.contextmanager
@@ -78,7 +72,7 @@ def watch() -> Iterator[Calls]:
   def read(losses: property) -> property:
     def noting(layer: Any) -> Any:
       found = losses.fget(layer)  # type: ignore[misc]
-      calls.penalties.append(Call([], list(found), _frames()))
+      calls.penalties.append(Call([], list(found), source_lines.frames(but=__file__)))
       return found
 
     return property(noting)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework import func_graph
 
 from loopwright import errors
 from loopwright.aliases import Model, Variable
@@ -27,17 +28,8 @@ _STOPS = STEPWISE | {"StopGradient", "PreventGradient", "Shape", "Size"}
 _ACTIVATIONS = ("Softmax", "Sigmoid", "Tanh", "Relu", "Relu6")
 _ENDS = ("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits", "Softmax", "Exp",
          "LogSoftmax")  # fmt: skip
-_SHAPED = (
-  "Identity",
-  "Reshape",
-  "Squeeze",
-  "Cast",
-  "StridedSlice",
-  "Neg",
-  "Abs",
-  "Select",
-  "SelectV2",
-)
+_SHAPED = ("Identity", "Reshape", "Squeeze", "Cast", "StridedSlice", "Neg", "Abs", "Select",
+           "SelectV2")  # fmt: skip
 _TENSORFLOW = tf.__file__.rpartition("/")[0]
 _UNCHANGED = ("ReadVariableOp", "Identity", "Cast")
 _NARROW = (tf.float32, tf.float16, tf.bfloat16)
@@ -59,25 +51,24 @@ class LossGraph:
 
   def __init__(self, loss_fn: Callable[[Any], Any], batch: Any) -> None:
     """Traces `loss_fn(batch).total` (replica context)."""
-    self.graph: tf.Graph = None
-    try:
+    self.graph, self.traced = func_graph.FuncGraph("none"), False
+    with layer_calls.watch() as self._layers, contextlib.suppress(Exception):
+      # the eager step says what is wrong
       traced = tf.function(lambda b: loss_fn(b).total, autograph=False)
-      with layer_calls.watch() as self._layers:
-        self.graph = traced.get_concrete_function(batch).graph
-    except Exception:  # the eager step says what is wrong
-      return
+      self.graph, self.traced = traced.get_concrete_function(batch).graph, True
+    self._inside = {id(outer): inner for outer, inner in self.graph.captures}
 
   @property
   def stops(self) -> bool:
     """Whether the loss contains a StopGradient, or cannot be traced."""
-    return self.graph is None or any(op.type == "StopGradient" for op in self._operations())
+    return not self.traced or any(op.type == "StopGradient" for op in self._operations())
 
   @property
   def is_exact(self) -> bool:
     """Whether it computes only in float64; constants may be float32, as in `tf.nn.silu`."""
     computed = (op for op in self._operations() if op.type != "Const")
     narrow = (o.dtype in _NARROW for op in computed for o in op.outputs)
-    return self.graph is not None and not any(narrow)
+    return self.traced and not any(narrow)
 
   def replaced(self, task: Any, *, on_purpose: bool) -> str:
     """Returns the first line of the user's with a custom gradient; "" if there is none.
@@ -100,16 +91,12 @@ class LossGraph:
 
     A part is called as often as the least of its variables is read: penalties read kernels alone.
     """
-    if self.graph is None:
-      return {}
     reached, passing = (behind(self.graph.outputs, stops) for stops in (frozenset(), _STOPS))
-    inside = {id(outer): inner for outer, inner in self.graph.captures}
     found = {}
     for name, part in parts_by_name(model):
       counted = []
       for variable in models.all_variables(part):
-        handle = getattr(models.raw(variable), "handle", None)
-        reads = inside[id(handle)].consumers() if id(handle) in inside else []
+        reads = [op for handle in self._handle(variable) for op in handle.consumers()]
         counted.append([sum(op.name in ops for op in reads) for ops in (reached, passing)])
       used = [both for both in counted if both[0]]
       if used:
@@ -119,8 +106,6 @@ class LossGraph:
 
   def counted_twice(self, task: Any) -> str:
     """Returns the user's line that adds the layers' losses, if the framework adds them too."""
-    if self.graph is None:
-      return ""
     used = behind(self.graph.outputs)
     own, others = "", False
     for read in self._layers.penalties:
@@ -131,11 +116,7 @@ class LossGraph:
 
   def end(self, variable: Variable, task: Any) -> str:
     """Returns the line of the operation that passes no gradient to a variable; "" if none is."""
-    if self.graph is None:
-      return ""
-    inside = {id(outer): inner for outer, inner in self.graph.captures}
-    handle = inside.get(id(getattr(models.raw(variable), "handle", None)))
-    ahead = _ahead([] if handle is None else [handle])
+    ahead = _ahead(self._handle(variable))
     on_the_way = [ahead[name] for name in behind(self.graph.outputs) if name in ahead]
     whole = [op for op in on_the_way if op.type in STEPWISE or _is_rounding(op)]
     stops = whole or [op for op in on_the_way if op.type == "StopGradient"]
@@ -147,11 +128,7 @@ class LossGraph:
 
     A part whose outputs a trained weight takes up, such as a body below a new head, is left out.
     """
-    if self.graph is None:
-      return {}
-    inside = {id(outer): inner for outer, inner in self.graph.captures}
-    handles = [getattr(models.raw(v), "handle", None) for v in trained]
-    held = [inside[id(handle)] for handle in handles if id(handle) in inside]
+    held = [handle for variable in trained for handle in self._handle(variable)]
     weights = {handle.op.name for handle in held} | _ahead(held, _UNCHANGED).keys()
     found = {}
     for name, part in parts_by_name(model):
@@ -167,7 +144,12 @@ class LossGraph:
     return found
 
   def _operations(self) -> Iterator[tf.Operation]:
-    return graphs.operations(self.graph) if self.graph is not None else iter(())
+    return graphs.operations(self.graph)
+
+  def _handle(self, variable: Variable) -> list[tf.Tensor]:
+    """Returns a variable's handle inside of the graph, if the loss reads it."""
+    inner = self._inside.get(id(getattr(models.raw(variable), "handle", None)))
+    return [] if inner is None else [inner]
 
 
 def cancels(loss_fn: Callable[[Any], Any], batch: Any, variables: Sequence[Variable]) -> list[bool]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.util import tf_stack
 
 from loopwright.aliases import Variable
 from loopwright.models import models
@@ -45,8 +44,7 @@ def noted(*, moved: frozenset[int] = frozenset()) -> Iterator[list[Made]]:
     variable = next_creator(**options)
     if not (variable.trainable and variable.dtype.is_floating):
       return variable
-    frames = [(f.filename, f.lineno, f.name) for f in tf_stack.extract_stack()[:-1]]
-    if place := source_lines.of_frames([f for f in frames if f[0] != __file__], None):
+    if place := source_lines.of_frames(source_lines.frames(but=__file__), None):
       if len(found) in moved:
         variable.assign(variable + 0.1 + 0.5 * tf.abs(variable))
       found.append(Made(variable=variable, place=place))

@@ -96,26 +96,19 @@ class Draw:
     shape: of its output, as far as known.
     fixed: whether its seed is a constant.
     by_keras: whether Keras made it, for a layer.
+    place: "file.py:31, in Mine.loss", if the owner has a method of this name.
   """
 
   op: str
   shape: tuple[int | None, ...]
   fixed: bool
   by_keras: bool
-  file: str
-  line: int
-  function: str
+  place: str
 
   @property
   def stateful(self) -> bool:
     """Whether it has its own state, independent of the run's seed."""
     return not self.op.startswith("Stateless")
-
-  def place(self, owner: Any) -> str:
-    """Returns "file.py:31, in Mine.loss" if `owner` has a method of this name."""
-    method = getattr(owner, self.function, None)
-    name = getattr(method, "__qualname__", self.function)
-    return f"{Path(self.file).name}:{self.line}, in {name}"
 
 
 @dataclasses.dataclass
@@ -160,7 +153,7 @@ def watch(owner: Any) -> Iterator[Watched]:
   def recorded(self: Any, op_type: str, *args: Any, **options: Any) -> tf.Operation:
     made = create(self, op_type, *args, **options)
     if is_random(op_type):
-      watched.draws += _draw(made)
+      watched.draws += _draw(made, owner)
     return made
 
   def unseeded(*args: Any, **options: Any) -> np.random.Generator:
@@ -177,7 +170,7 @@ def watch(owner: Any) -> Iterator[Watched]:
 
 def place(owner: Any, found: list[Draw], methods: Sequence[str], words: Sequence[str]) -> str:
   """Returns the line of the first draw, or if there is none, one with some words."""
-  return found[0].place(owner) if found else source_lines.find(owner, *methods, containing=words)
+  return found[0].place if found else source_lines.find(owner, *methods, containing=words)
 
 
 def listed(found: list[Draw]) -> str:
@@ -185,7 +178,7 @@ def listed(found: list[Draw]) -> str:
   return f" ({', '.join(dict.fromkeys(draw.op for draw in found))})" if found else ""
 
 
-def _draw(op: tf.Operation) -> list[Draw]:
+def _draw(op: tf.Operation, owner: Any) -> list[Draw]:
   frames = [f for f in op.traceback if f.filename != __file__]
   own = [f for f in frames if not _is_foreign(f.filename, f.name)]
   keras = any(_KERAS.search(f.filename) for f in frames)
@@ -194,7 +187,9 @@ def _draw(op: tf.Operation) -> list[Draw]:
   seeds = list(op.inputs)[1:3] if op.type.startswith("Stateless") else []
   fixed = bool(seeds) and all(map(_is_constant, seeds))
   shape = tuple(op.outputs[0].shape) if op.outputs and op.outputs[0].shape.rank else ()
-  return [Draw(op.type, shape, fixed, keras, own[-1].filename, own[-1].lineno, own[-1].name)]
+  name = getattr(getattr(owner, own[-1].name, None), "__qualname__", own[-1].name)
+  place = f"{Path(own[-1].filename).name}:{own[-1].lineno}, in {name}"
+  return [Draw(op.type, shape, fixed, keras, place)]
 
 
 def _is_foreign(file: str, function: str) -> bool:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_callbacks
-from tensorflow.python.util import tf_stack
 
 from loopwright.tools.verify.bench import source_lines
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Rows, Subject
@@ -117,13 +116,13 @@ def watched(task: Any) -> Iterator[list[Operation]]:
     if graph is not None:
       return
     alive.extend((*inputs, *outputs))
-    frames = [(f.filename, f.lineno, f.name) for f in tf_stack.extract_stack()[:-1]]
+    place = source_lines.of_frames(source_lines.frames(but=__file__), task)
     values = [out.numpy() for out in outputs if _is_number(out)]
     seen.append(
       Operation(
         kind=op_type, inputs=[id(each) for each in inputs], outputs=[id(each) for each in outputs],
         elements=max((int(np.prod(i.shape)) for i in inputs if hasattr(i, "shape")), default=0),
-        values=values, place=source_lines.of_frames(frames, task),
+        values=values, place=place,
       )
     )  # fmt: skip
 

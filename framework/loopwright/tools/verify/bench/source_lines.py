@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.util import tf_stack
 
 from loopwright import errors
 
@@ -138,6 +139,12 @@ def of_frames(frames: list[tuple[str, int, str]], owner: Any) -> str:
     if errors.is_the_users(file):
       return f"{Path(file).name}:{line}, in {_qualified(name, file, owner)}"
   return ""
+
+
+def frames(*, but: str) -> list[tuple[str, int, str]]:
+  """Returns the running code's frames for `of_frames`, except those of the file `but`."""
+  running = [(f.filename, f.lineno, f.name) for f in tf_stack.extract_stack()[:-1]]
+  return [frame for frame in running if frame[0] != but]
 
 
 def of_caller(frames: list[tuple[str, int, str]], owner: Any) -> str:

@@ -37,7 +37,7 @@ from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.bench.survey import Survey
 from loopwright.tools.verify.checks import augmentation
 from loopwright.tools.verify.checks.contents import GROUP, PREPROCESS, SOURCE, Contents
-from loopwright.tools.verify.report import Result
+from loopwright.tools.verify.report import Explanation, Result
 
 READ_S = 3.0
 """Seconds to read each source, and the pipeline."""
@@ -46,9 +46,42 @@ LEAKED = 0.01
 COPIED = 0.2
 """So many equal examples are no chance if their numbers are measured; some data have copies."""
 FITTED = "statistics of the evaluation set"
-MIXING = (
-  *("shuffle", "tf.gather(", "roll", "reverse", "[::-1]", "moments", "unique", "bincount", "sort"),
-  *("reduce_", "tf.size", "[None, :]"),
+NUMBERS = "preprocess() numbers examples itself"
+RANDOM = Explanation(
+  cause="source() is random",
+  remedy="use np.random.default_rng(seed) with a fixed seed: each worker, each restart and the "
+  "other split call source() again, and must get the same order",
+  containing=("random", "shuffle", "_split("),
+)
+OVERLAP = Explanation(
+  cause="train and eval overlap",
+  remedy="return other examples for source('eval') than for source('train'): split once, with a "
+  "fixed seed, before shuffling or repeating anything",
+  containing=("split ==", "_split(", "random", "shuffle"),
+)
+IGNORED = dataclasses.replace(OVERLAP, cause="source() ignores the split")
+MIXES = Explanation(
+  cause="preprocess() mixes rows",
+  remedy="treat each row separately: to mix examples, read the others as a further part, "
+  "Sources(main, other=Part(source=...)); count and average once, over the training set",
+  containing=(
+    "shuffle", "tf.gather(", "roll", "reverse", "[::-1]", "moments", "unique", "bincount", "sort",
+    "reduce_", "tf.size", "[None, :]",
+  ),
+)  # fmt: skip
+BY_BATCH = Explanation(
+  cause=MIXES.cause,
+  remedy="treat each row separately: statistics of the batch depend on its size and on its other "
+  "examples; compute those of the training set once, in the constructor or source()",
+  containing=("reduce_", "moments", "norm", "shuffle"),
+)
+ROWS_OF_FETCH = (
+  "row i of what fetch(indices) returns must be example indices[i], in any order of indices: if "
+  "the format needs them sorted, sort back; augment in preprocess(), with batch['seed']"
+)
+EVERY_ROW = (
+  "return every row of the batch once, with its own example_id; to draw examples more often, give "
+  "them a larger weight, or list them several times in the source"
 )
 SEEDS = ('["seed"][0]', "['seed'][0]", '["seed"][:1]', '["seed"], axis=0')
 
@@ -143,27 +176,19 @@ class Reading:
     if [i for i in ids if alone[i] != self.train.by_id[i]]:
       yield self._fetch_is_wrong(name, self.source, ids[0], alone)
       return
-    yield GROUP.failed(
-      name,
-      f"a second call of source('train') gives other examples: {len(wrong)} of {len(ids)} differ",
-      "source() is random",
-      "use np.random.default_rng(seed) with a fixed seed: each worker, each restart and the other "
-      "split call source() again, and must get the same order",
-      source_lines.find(self.task, *SOURCE, containing=("random", "shuffle", "_split(")),
-    )
+    told = f"a second call of source('train') gives other examples: {len(wrong)} of {len(ids)} "
+    place = source_lines.find(self.task, *SOURCE, containing=RANDOM.containing)
+    yield GROUP.explained(name, f"{told}differ", RANDOM, place)
 
   def _fetch_is_wrong(
     self, name: str, source: Source, example: int, alone: Mapping[int, bytes]
   ) -> Result:
     repeated = survey.fetched_alone(source, alone) == alone
     told = f"{type(source).__name__}.fetch gives another example {example}"
-    return GROUP.failed(
-      name, f"{told} alone than among others" if repeated else f"{told} each time",
-      "fetch() mixes up its rows" if repeated else "fetch() is random",
-      "row i of what fetch(indices) returns must be example indices[i], in any order of indices: "
-      "if the format needs them sorted, sort back; augment in preprocess(), with batch['seed']",
-      source_lines.find(source, "fetch", containing=("sort", "random", "unique")),
-    )  # fmt: skip
+    told += " alone than among others" if repeated else " each time"
+    cause = "fetch() mixes up its rows" if repeated else "fetch() is random"
+    place = source_lines.find(source, "fetch", containing=("sort", "random", "unique"))
+    return GROUP.failed(name, told, cause, ROWS_OF_FETCH, place)
 
   def elsewhere(self) -> Iterator[Result]:
     """Checks that another process makes the same examples, if anything in the code may differ."""
@@ -174,12 +199,9 @@ class Reading:
       found = other_process.differs(self.subject, self.task)
     if found:
       feature, why, place = found
-      yield GROUP.failed(
-        name, f"with {why}, {feature!r} of the first batch is another one",
-        "values that differ between processes",
-        f"each worker and each restart must make the same: {other_process.REMEDIES[why]}",
-        place,
-      )  # fmt: skip
+      told = f"with {why}, {feature!r} of the first batch is another one"
+      remedy = f"each worker and each restart must make the same: {other_process.REMEDIES[why]}"
+      yield GROUP.failed(name, told, "values that differ between processes", remedy, place)
 
   def overlap(self) -> Result:
     """Finds evaluation examples that are also in training, by content."""
@@ -188,40 +210,26 @@ class Reading:
     if not self.eval.by_id:
       return GROUP.skipped(name, self.no_eval or "source('eval') has no examples")
     if not held_out.by_id:
-      only = ", ".join(sorted(self.numbers))
-      return GROUP.skipped(
-        name, f"examples are only numbers ({only}); what they stand for is unknown"
-      )
+      why = f"examples are only numbers ({', '.join(sorted(self.numbers))})"
+      return GROUP.skipped(name, f"{why}; what they stand for is unknown")
     train_ids = {content: i for i, content in reversed(train.by_id.items())}
-    shared = [
-      (train_ids[content], i) for i, content in held_out.by_id.items() if content in train_ids
-    ]
-    repeated = len(train.by_id) - len(train_ids)
+    both = [(train_ids[c], i) for i, c in held_out.by_id.items() if c in train_ids]
+    shared, repeated = len(both), len(train.by_id) - len(train_ids)
     told = f"{len(held_out.by_id)} eval in {len(train.by_id)} train examples"
     told += "" if train.complete and held_out.complete else " (a sample)"
-    if repeated:
-      told += f"; {repeated} repeated inside train"
-    values = {"shared": len(shared), "repeated": repeated}
+    told += f"; {repeated} repeated inside train" if repeated else ""
+    values = {"shared": shared, "repeated": repeated}
     if not shared:
       return GROUP.passed(name, f"none of {told}", values=values)
-    first = f"eval {shared[0][1]} is train {shared[0][0]}"
-    part = min(1.0, len(shared) / (len(held_out.by_id) * train.share))
+    first = f"eval {both[0][1]} is train {both[0][0]}"
+    part = min(1.0, shared / (len(held_out.by_id) * train.share))
     copied = train.measured and part > COPIED
-    if not copied and not _leaked(len(shared), part, survey.chance(train, held_out)):
-      return GROUP.passed(
-        name, f"{len(shared)} of {told}, too few to be more than chance: {first}", values=values
-      )
-    ignored = part > 0.95
-    return GROUP.failed(
-      name, f"{len(shared)} of {told}; {first}",
-      "source() ignores the split" if ignored else "train and eval overlap",
-      "return other examples for source('eval') than for source('train'): split once, with a fixed "
-      "seed, before shuffling or repeating anything",
-      source_lines.find(
-        self.task, *SOURCE, containing=("split ==", "_split(", "random", "shuffle"),
-      ),
-      values=values,
-    )  # fmt: skip
+    if not copied and not _leaked(shared, part, survey.chance(train, held_out)):
+      told = f"{shared} of {told}, too few to be more than chance: {first}"
+      return GROUP.passed(name, told, values=values)
+    mistake = IGNORED if part > 0.95 else OVERLAP
+    place = source_lines.find(self.task, *SOURCE, containing=mistake.containing)
+    return GROUP.explained(name, f"{shared} of {told}; {first}", mistake, place, values=values)
 
   def statistics(self) -> Result:
     """Finds means and deviations of evaluation examples where those of training belong."""
@@ -240,9 +248,8 @@ class Reading:
       )  # fmt: skip
     if found:
       return GROUP.failed(name, f"the task uses {found[0]}", FITTED, remedy, found[1])
-    return GROUP.passed(
-      name, "no constant or vocabulary of the task is that of evaluation examples"
-    )
+    told = "no constant or vocabulary of the task is that of evaluation examples"
+    return GROUP.passed(name, told)
 
   # ---- Pipelines ----
 
@@ -274,15 +281,11 @@ class Reading:
     told += [f"{len(missing)} of {total} never come, such as {missing[0]}"] if missing else []
     before = next(self.batches(preprocess=None).as_numpy_iterator())["example_id"]
     others = set(survey.first["example_id"].tolist()) - set(before.tolist())
-    return GROUP.failed(
-      name, f"in an epoch, {', '.join(told)}" if epoch else ", ".join(told),
-      f"preprocess() {'numbers examples itself' if others else 'repeats or drops examples'}",
-      "return every row of the batch once, with its own example_id; to draw examples more often, "
-      "give them a larger weight, or list them several times in the source",
-      source_lines.find(
-        self.task, *PREPROCESS, containing=("gather", "shuffle", "range(", "choice"),
-      ),
-    )  # fmt: skip
+    cause = NUMBERS if others else "preprocess() repeats or drops examples"
+    words = ("gather", "shuffle", "range(", "choice")
+    place = source_lines.find(self.task, *PREPROCESS, containing=words)
+    found = f"in an epoch, {', '.join(told)}" if epoch else ", ".join(told)
+    return GROUP.failed(name, found, cause, EVERY_ROW, place)
 
   def _as_shared_out(self, name: str, mixture: Mixture) -> Result | None:
     """Returns that a mixture's examples are those of the first positions; None if they are not."""
@@ -304,14 +307,12 @@ class Reading:
       parts = [self._made_by(range(i, i + share), rows) for i in range(0, rows, share)]
       ids = [part["example_id"] for part in parts]
       if not np.array_equal(np.concatenate(ids), whole["example_id"]):
-        return GROUP.failed(
-          name,
-          f"of a batch of examples {_some(whole['example_id'])}, {workers} workers make "
-          f"{' and '.join(_some(each) for each in ids)}",
-          "preprocess() numbers examples itself",
-          "keep batch['example_id'] and the rows as they are: each worker makes only its own rows",
-          source_lines.find(self.task, *PREPROCESS, containing=("example_id", "range(", "gather")),
-        )  # fmt: skip
+        told = f"of a batch of examples {_some(whole['example_id'])}, {workers} workers make "
+        told += " and ".join(_some(each) for each in ids)
+        remedy = "keep batch['example_id'] and the rows as they are: each worker makes only its "
+        words = ("example_id", "range(", "gather")
+        place = source_lines.find(self.task, *PREPROCESS, containing=words)
+        return GROUP.failed(name, told, NUMBERS, f"{remedy}own rows", place)
       joined = {key: np.concatenate([part[key] for part in parts]) for key in whole}
       mixed = mixed or survey.apart(joined, whole, tolerance=1e-5)
     if not mixed:
@@ -329,25 +330,17 @@ class Reading:
     if watched.stateful or watched.in_python:
       return GROUP.passed(name, f"each example id once; {mixed!r} is random")
     if found and found[1] == "contents":
-      return GROUP.failed(
-        name, f"{found[0]!r} of an example depends on the other examples of its worker's rows",
-        "preprocess() mixes rows",
-        "treat each row separately: to mix examples, read the others as a further part, "
-        "Sources(main, other=Part(source=...)); count and average once, over the training set",
-        source_lines.find(self.task, "preprocess", containing=MIXING),
-      )  # fmt: skip
+      told = f"{found[0]!r} of an example depends on the other examples of its worker's rows"
+      place = source_lines.find(self.task, "preprocess", containing=MIXES.containing)
+      return GROUP.explained(name, told, MIXES, place)
     if found or watched.draws:
       of = "the seed of another example" if found else "its place among its worker's rows"
-      return GROUP.failed(
-        name, f"{found[0] if found else mixed!r} of an example depends on {of}",
-        augmentation.ONE_SEED, augmentation.EACH,
-        source_lines.mention(self.task, *SEEDS) or random_draws.place(
-          self.task, watched.draws, PREPROCESS, ("seed",)
-        ),
-      )  # fmt: skip
-    return GROUP.passed(
-      name, f"each example id once; {mixed!r} depends on the other rows of a worker"
-    )
+      told = f"{found[0] if found else mixed!r} of an example depends on {of}"
+      place = source_lines.mention(self.task, *SEEDS)
+      place = place or random_draws.place(self.task, watched.draws, PREPROCESS, ("seed",))
+      return GROUP.failed(name, told, augmentation.ONE_SEED, augmentation.EACH, place)
+    told = f"each example id once; {mixed!r} depends on the other rows of a worker"
+    return GROUP.passed(name, told)
 
   def _made_by(self, share: range, rows: int) -> Rows:
     """Returns the rows of the first batch, padded to `rows`, that a worker of this share makes."""
@@ -372,14 +365,11 @@ class Reading:
       yield augmentation.of_training_alone(GROUP, name, self.task, error)
       return
     if different := survey.apart(once, twice) or survey.apart(once, later):
-      yield GROUP.failed(
-        name, f"{different!r} differs when the same {size} examples are read again",
-        "augmentation in evaluation",
-        "augment only `if training:`; what is random must come from batch['seed']",
-        source_lines.find(
-          self.task, "preprocess", containing=("random", "augment", "flip", "noise"),
-        ),
-      )  # fmt: skip
+      told = f"{different!r} differs when the same {size} examples are read again"
+      remedy = "augment only `if training:`; what is random must come from batch['seed']"
+      words = ("random", "augment", "flip", "noise")
+      place = source_lines.find(self.task, "preprocess", containing=words)
+      yield GROUP.failed(name, told, augmentation.IN_EVALUATION, remedy, place)
       return
     yield GROUP.passed(name, f"{size} examples, bit for bit")
     yield self._any_batch_size(self.preprocess, rows, once)
@@ -395,15 +385,9 @@ class Reading:
     different = survey.apart(smaller, first, tolerance=1e-4)
     if not different:
       return GROUP.passed(name, f"the same in batches of {half} and {size}")
-    return GROUP.failed(
-      name, f"{different!r} of the same examples differs in batches of {half} and of {size}",
-      "preprocess() mixes rows",
-      "treat each row separately: statistics of the batch depend on its size and on its other "
-      "examples; compute those of the training set once, in the constructor or source()",
-      source_lines.find(
-        self.task, "preprocess", containing=("reduce_", "moments", "norm", "shuffle"),
-      ),
-    )  # fmt: skip
+    told = f"{different!r} of the same examples differs in batches of {half} and of {size}"
+    place = source_lines.find(self.task, "preprocess", containing=BY_BATCH.containing)
+    return GROUP.explained(name, told, BY_BATCH, place)
 
   @property
   def bench_rows(self) -> int:

@@ -14,7 +14,6 @@ from unittest import mock
 
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
-from tensorflow.python.util import tf_stack
 
 from loopwright import errors
 from loopwright.tools.verify.bench import source_lines
@@ -110,7 +109,7 @@ def _replicas_read() -> Iterator[list[str]]:
   whole = distribute_lib.StrategyBase.num_replicas_in_sync
 
   def read(strategy: tf.distribute.Strategy) -> int:
-    frames = [(f.filename, f.lineno, f.name) for f in tf_stack.extract_stack()[:-1]]
+    frames = source_lines.frames(but=__file__)
     outside = [frame for frame in frames if not frame[0].startswith(_TENSORFLOW)]
     if outside and errors.is_the_users(outside[-1][0]):
       places.append(source_lines.of_frames(outside, None))
