@@ -10,7 +10,7 @@ from defects import precision as defects
 from defects.small import place
 
 from loopwright.optimizers import loss_scale
-from loopwright.tools.verify.bench.dtype_policy import under
+from loopwright.tools.verify.bench.bench import under
 from loopwright.tools.verify.checks import precision
 
 F16, BF16 = "gradient in float16", "gradient in bfloat16"

@@ -11,7 +11,6 @@ from loopwright.tools.verify import consequences
 from loopwright.tools.verify.bench.comparison import Comparison
 from loopwright.tools.verify.checks import (
   gradients,
-  later_steps,
   order,
   own_optimizer,
   precision,
@@ -118,6 +117,9 @@ def test_an_average_of_weights_after_their_update_is_noted():
 # ---- Rates
 
 
+EPOCHS = own_optimizer.LOCAL_EPOCHS.cause
+
+
 def later(task, **options):
   """The results of several steps with the own optimizer, without the search for what differs."""
   chosen = subject(task, **options)
@@ -128,16 +130,16 @@ def later(task, **options):
 def test_a_rate_by_epochs_of_one_replica_is_named():
   """400 // 12 steps on one replica, 400 // 6 on two: ten epochs end at step 330, and at 660."""
   [failed] = failures(later(small.Small, optimizer=steps.sgd_by_local_epochs))
-  assert (failed.check, failed.cause) == (later_steps.NAME, later_steps.CAUSE)
+  assert (failed.check, failed.cause) == (own_optimizer.LATER, EPOCHS)
   assert failed.place == place(steps, "num_replicas_in_sync").replace("defects.steps.", "")
-  first = next(n for n in later_steps.RATE_NUMBERS if n > 330)
+  first = next(n for n in own_optimizer.RATE_NUMBERS if n > 330)
   told = f"at step {first} the learning rate of 'default' is 0.001 on one replica and 0.01 on 2"
   assert failed.detail == told
 
 
 def test_a_loss_by_epochs_of_one_replica_is_named():
   """An epoch is 4000 // 12 = 333 steps on one replica and 666 on two: at 512 they differ."""
-  causes, words = {later_steps.NAME: later_steps.CAUSE}, 'batch["x"].shape[0]'
+  causes, words = {own_optimizer.LATER: EPOCHS}, 'batch["x"].shape[0]'
   explained(later(steps.LocalEpochs), steps.LocalEpochs, causes, "at step 512 on 2", words)
 
 

@@ -3,8 +3,8 @@
     python launch.py --gin_file=mine.gin --mode=verify --json=verify.json
 
 checks/ has one module per group of the registry, with `check(subject) -> results`; docs/verify.md
-explains each check. padding.py, own_optimizer.py and later_steps.py are parts of the group
-"replicas", augmentation.py of "randomness", contents.py of "inputs". report.py holds the results,
+explains each check. padding.py and own_optimizer.py are parts of the group "replicas",
+augmentation.py of "randomness", contents.py of "inputs". report.py holds the results,
 consequences.py says which failures follow from others, side_by_side.py runs groups in forks,
 last_report.py says which results still hold. bench/ has the tools of the checks:
 
@@ -21,14 +21,12 @@ last_report.py says which results still hold. bench/ has the tools of the checks
     made_variables.py variables that the model does not have
     harness.py        a Trainer as `run` makes it, with its input, in loops
     shared_noise.py   noise that does not differ between the steps that are compared
-    dtype_policy.py   that of both Keras generations
     seeded_rows.py    rows as preprocess() gets them, and on what of others they depend
     layer_calls.py    which models a step calls in training mode
     random_draws.py   which operations draw, and where
     survey.py         digests of examples
     fitted.py         statistics and words of the evaluation set among what a task keeps
     other_process.py  whether another process makes the same examples
-    labels.py         which feature is the label
     xla.py            operations that XLA cannot compile
     held_state.py     state of a task outside of its checkpoint
     recording.py      the verbs that a step calls, and on which gradients

@@ -10,12 +10,13 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+import tf_keras
 
 from loopwright import configurables
 from loopwright.aliases import HostValue, Variable
@@ -23,6 +24,7 @@ from loopwright.builder import Recipe
 from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
 from loopwright.graphs.grappler import Compiled
+from loopwright.host import lazy_keras
 from loopwright.inputs import datasets
 from loopwright.inputs.parts import prefixes
 from loopwright.inputs.sources import eval_sets, of_one_shape
@@ -335,6 +337,22 @@ def stepper(trainer: Trainer) -> Any:
     trainer.average_state()
 
   return step if trainer.eager else Compiled(step)
+
+
+@contextlib.contextmanager
+def under(policy: str) -> Iterator[None]:
+  """Sets the dtype policy of both Keras generations inside the context (host)."""
+  before = keras.config.dtype_policy().name
+  _set_policy(policy)
+  try:
+    yield
+  finally:
+    _set_policy(before)
+
+
+def _set_policy(policy: str) -> None:
+  keras.config.set_dtype_policy(policy)
+  lazy_keras.when_tf_keras_loads(lambda: tf_keras.mixed_precision.set_global_policy(policy))
 
 
 def strategy_of(replicas: int) -> tf.distribute.Strategy:

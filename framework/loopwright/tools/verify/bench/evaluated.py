@@ -20,8 +20,7 @@ from loopwright.metrics import Metric
 from loopwright.models import models
 from loopwright.strategies import placement
 from loopwright.tools.verify.bench import bench, row_influence, shared_noise, source_lines, survey
-from loopwright.tools.verify.bench.bench import Rows, Subject
-from loopwright.tools.verify.bench.dtype_policy import under
+from loopwright.tools.verify.bench.bench import Rows, Subject, under
 from loopwright.tools.verify.bench.loss_graph import behind
 
 Values = dict[str, np.ndarray]

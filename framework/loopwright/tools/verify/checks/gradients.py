@@ -33,8 +33,7 @@ from loopwright.tools.verify.bench import (
   made_variables,
   source_lines,
 )
-from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
-from loopwright.tools.verify.bench.dtype_policy import under
+from loopwright.tools.verify.bench.bench import Bench, Rows, Subject, under
 from loopwright.tools.verify.bench.finite_differences import TOLERANCE, compare
 from loopwright.tools.verify.bench.loss_graph import Calls, LossGraph
 from loopwright.tools.verify.report import Explanation, Group, Result

@@ -22,8 +22,7 @@ from loopwright.models import models
 from loopwright.optimizers import loss_scale
 from loopwright.task import Task
 from loopwright.tools.verify.bench import bench, row_influence, shared_noise
-from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
-from loopwright.tools.verify.bench.dtype_policy import under
+from loopwright.tools.verify.bench.bench import Bench, Rows, Subject, under
 from loopwright.tools.verify.bench.row_influence import Operation
 from loopwright.tools.verify.report import Group, Result
 
