@@ -87,7 +87,7 @@ DEFECTS = {
   "NoisyTeacher": ("gradients", "training mode of what is never trained", '"teacher"](batch'),
   "PythonCounter": ("replicas compilation", PYTHON, "self.steps +="),
   "CounterInForward": ("restore", "variable outside the checkpoint", "assign_add"),
-  "TrainedTeacher": ("gradients", "variable without gradient", '"teacher"'),
+  "TrainedTeacher": ("gradients", "variable without gradient", "tf.stop_gradient"),
   "Recomputed": ("randomness", DROPOUT, "recompute_grad"),
   "Mixup": ("randomness", STATEFUL, "tf.random.shuffle"),
 }

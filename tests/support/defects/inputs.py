@@ -130,6 +130,7 @@ class FlippedAlways(Right):
   "augmentation in evaluation",
   "reads batch['seed'], which only training has",
   'batch["seed"]',
+  owner=randomness.SeedInEvaluation,
 )
 class SeedInEvaluation(randomness.SeedInEvaluation):
   pass
@@ -218,6 +219,9 @@ class OneHotLabels(Right):
   def source(self, split):
     features = points(split)
     return ArraySource(features={**features, "label": features["label"] * 2})
+
+  def build_model(self):
+    return super().build_model()
 
   def loss(self, outputs, batch):
     losses = tf.nn.softmax_cross_entropy_with_logits(tf.one_hot(batch["label"], 3), outputs)

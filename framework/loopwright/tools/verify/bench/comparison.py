@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from loopwright.aliases import Layer, Model
+from loopwright.aliases import Model
 from loopwright.graphs import operations as graphs
 from loopwright.models import models
 from loopwright.tools.verify.bench import (
@@ -325,16 +325,5 @@ def _backwards(batch: Rows) -> Rows:
 
 def normalisations(model: Model, *, trainable: bool = False) -> list[Any]:
   """Returns the layers of a model that normalise over the batch; `trainable`: none is frozen."""
-  layers = [
-    layer
-    for part in models.parts(model)
-    if models.is_keras(part) and (part.trainable or not trainable)
-    for layer in models.layers(part)
-    if layer.trainable or not trainable
-  ]
-  return [layer for layer in layers if "BatchNormalization" in type(layer).__name__]
-
-
-def synchronised(layer: Layer) -> bool:
-  """Whether a batch normalisation computes its statistics over all replicas."""
-  return bool(getattr(layer, "synchronized", False)) or "Sync" in type(layer).__name__
+  found = (each for each in models.layers(model) if "BatchNormalization" in type(each).__name__)
+  return [layer for layer in found if layer.trainable or not trainable]

@@ -48,22 +48,19 @@ class PerToken:
     forward = converted(self.task.forward)
     return self.here.strategy.run(lambda: forward(placed, training=False))
 
-  def leaf(self, outputs: Any) -> int | None:
-    """Returns which of the outputs has numbers of each token, at all positions or all but one."""
-    for index, value in enumerate(tf.nest.flatten(outputs)):
-      number = isinstance(value, tf.Tensor) and value.dtype.is_floating and len(value.shape) >= 2
-      if number and value.shape[1] in (self._length, self._length - 1):
-        return index
-    return None
-
   def numbers(self, batch: Rows) -> np.ndarray:
     """Returns the output of each token, float64 [n, length, -1]."""
-    outputs = self.outputs(batch)
-    index = self.leaf(outputs)
-    if index is None:
-      raise ValueError("forward() returns nothing for each token")
-    value = tf.nest.flatten(outputs)[index].numpy().astype(np.float64)
-    return value.reshape([*value.shape[:2], -1])
+    flat, index = self._flat(self.outputs(batch))
+    return _of_tokens(flat[index].numpy().astype(np.float64))
+
+  def _flat(self, outputs: Any) -> tuple[list[Any], int]:
+    """Returns all outputs, and which has numbers of each token, at all positions or all but one."""
+    flat = tf.nest.flatten(outputs)
+    for index, value in enumerate(flat):
+      number = isinstance(value, tf.Tensor) and value.dtype.is_floating and len(value.shape) >= 2
+      if number and value.shape[1] in (self._length, self._length - 1):
+        return flat, index
+    raise ValueError("forward() returns nothing for each token")
 
   def sums(self, outputs: Any, batch: Rows) -> Sums:
     """Returns loss and metrics of some outputs; only metrics that are pairs."""
@@ -83,9 +80,7 @@ class PerToken:
 
   def pulls(self, outputs: Any, batch: Rows) -> np.ndarray:
     """Returns the gradient of the sum of the losses by each output, [n, length, -1]."""
-    placed, flat = self._placed(batch), tf.nest.flatten(outputs)
-    index = self.leaf(outputs)
-    assert index is not None
+    placed, (flat, index) = self._placed(batch), self._flat(outputs)
 
     def computed() -> Any:
       with tf.GradientTape() as tape:
@@ -93,14 +88,11 @@ class PerToken:
         total = Loss.checked(converted(self.task.loss)(outputs, placed)).total
       return tape.gradient(total, flat[index])
 
-    value = tf.convert_to_tensor(self.here.strategy.run(computed)).numpy()
-    return value.reshape([*value.shape[:2], -1])
+    return _of_tokens(tf.convert_to_tensor(self.here.strategy.run(computed)).numpy())
 
   def replaced(self, outputs: Any, value: np.ndarray) -> Any:
     """Returns outputs with other numbers of each token."""
-    flat = tf.nest.flatten(outputs)
-    index = self.leaf(outputs)
-    assert index is not None
+    flat, index = self._flat(outputs)
     flat[index] = tf.constant(value.reshape(flat[index].shape), flat[index].dtype)
     return tf.nest.pack_sequence_as(outputs, flat)
 
@@ -147,6 +139,11 @@ class PerToken:
         if _beyond(change.reshape([*change.shape[:2], -1]).max(axis=2), kept, ~kept, a).any():
           return True
     return False
+
+
+def _of_tokens(value: np.ndarray) -> np.ndarray:
+  """Returns numbers as [n, length, -1]."""
+  return value.reshape([*value.shape[:2], -1])
 
 
 def moved(one: np.ndarray, other: np.ndarray, kept: np.ndarray, changed: np.ndarray) -> np.ndarray:

@@ -233,15 +233,12 @@ def apart(one: Rows, other: Rows, *, tolerance: float = 0.0) -> str:
       return name
     if same(one[name], other[name]):
       continue
-    floats = np.issubdtype(one[name].dtype, np.floating)
-    if not (floats and tolerance and _close(one[name], other[name], tolerance)):
+    if not tolerance or not np.issubdtype(one[name].dtype, np.floating):
+      return name
+    bound = tolerance * float(np.nanmax(np.abs(other[name]), initial=0.0))
+    if not np.allclose(one[name], other[name], rtol=tolerance, atol=bound, equal_nan=True):
       return name
   return ""
-
-
-def _close(one: np.ndarray, other: np.ndarray, tolerance: float) -> bool:
-  bound = tolerance * float(np.nanmax(np.abs(other), initial=0.0))
-  return np.allclose(one, other, rtol=tolerance, atol=bound, equal_nan=True)
 
 
 class Timed:
@@ -367,10 +364,8 @@ class Survey:
     self.batches += 1
     self.examples += len(ids)
     self.counts.update(ids.tolist())
-    self.weights = (
-      min(self.weights[0], float(weight.min())),
-      max(self.weights[1], float(weight.max())),
-    )
+    low, high = self.weights
+    self.weights = min(low, float(weight.min())), max(high, float(weight.max()))
     bad = ids[~(np.isfinite(weight) & (weight >= 0))]
     if len(bad) and self.bad_weight is None:
       self.bad_weight = int(bad[0])
@@ -385,13 +380,10 @@ class Survey:
       return
     column = self.columns.setdefault(name, Column(value.dtype, value.shape[1:], value[:1]))
     if column.integer and value.ndim <= 2 and value.size:
-      for side, extreme, further in (
-        ("low", value.min(), value.min() < column.low),
-        ("high", value.max(), value.max() > column.high),
-      ):
-        if further:
-          row = np.flatnonzero(
-            (batch[name].reshape([len(counted), -1]) == extreme).any(axis=1) & counted
-          )[:1]
-          self.extremes[name, side] = {key: each[row] for key, each in batch.items()}
+      extremes = {"low": value.min(), "high": value.max()}
+      further = {"low": extremes["low"] < column.low, "high": extremes["high"] > column.high}
+      for side in (side for side, is_further in further.items() if is_further):
+        has = (batch[name].reshape([len(counted), -1]) == extremes[side]).any(axis=1) & counted
+        row = np.flatnonzero(has)[:1]
+        self.extremes[name, side] = {key: each[row] for key, each in batch.items()}
     column.add(value, ids)

@@ -20,7 +20,7 @@ from loopwright.tools.verify.bench import bench, shared_noise, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.report import Group, Result
 
-NAME = "XLA-clean"
+NAME, UNSET = "XLA-clean", "Trainer.jit_compile is not set"
 TOLERANCE = {"float32": 1e-3}
 """Of the update, by precision; XLA keeps half-precision intermediate results in float32."""
 _HALF = 5e-2
@@ -45,14 +45,14 @@ def check(subject: Subject, group: Group) -> Result:
   except ConfigError as error:
     if asked:
       raise
-    return group.skipped(NAME, f"Trainer.jit_compile is not set; it would be refused: {error}")
+    return group.skipped(NAME, f"{UNSET}; it would be refused: {error}")
   except (tf.errors.OpError, ValueError, TypeError) as error:
     found = _offending(compiled, batch, str(error))
     told = ", ".join(f"{kind} ({place})" if place else kind for kind, place in found)
-    return _not_clean(
-      group, asked, f"would not compile: {told}", told, cause="operations without an XLA kernel",
-      remedy=_REMEDY, place=next((place for _, place in found if place), ""),
-    )  # fmt: skip
+    if not asked:
+      return group.skipped(NAME, f"{UNSET}; would not compile: {told}")
+    place = next((place for _, place in found if place), "")
+    return group.failed(NAME, told, "operations without an XLA kernel", _REMEDY, place)
   return _compared(subject, group, asked, compiled, seen, start, batch)
 
 
@@ -69,20 +69,20 @@ def _compared(
     return group.skipped(NAME, why)
   if apart > tolerance:
     told = f"compiles, but the update differs by {apart:.2g}"
-    return _not_clean(
-      group, asked, told, told, cause="different result under XLA",
-      remedy="XLA clamps out-of-range indices and draws other numbers for negative seeds",
-      place=source_lines.mention(compiled.task, "gather", "stateless_", "def forward"),
-    )  # fmt: skip
-  dynamic = sorted(
-    {f"{op.type} ({place})" for op in _operations(compiled, batch) if op.type in xla.DYNAMIC
-     and (place := source_lines.of_operation(op, compiled.task))}
-  )  # fmt: skip
-  note = f"; with shapes that depend on values: {', '.join(dynamic)}" if dynamic else ""
-  return group.passed(
-    NAME, values={"difference": apart},
-    detail=f"forward and backward compile on the CPU; relative difference {apart:.1e}{note}",
-  )  # fmt: skip
+    if not asked:
+      return group.skipped(NAME, f"{UNSET}; {told}")
+    remedy = "XLA clamps out-of-range indices and draws other numbers for negative seeds"
+    place = source_lines.mention(compiled.task, "gather", "stateless_", "def forward")
+    return group.failed(NAME, told, "different result under XLA", remedy, place)
+  places = (
+    f"{op.type} ({place})"
+    for op in _operations(compiled, batch)
+    if op.type in xla.DYNAMIC and (place := source_lines.of_operation(op, compiled.task))
+  )
+  note = ", ".join(sorted(set(places)))
+  note = f"; with shapes that depend on values: {note}" if note else ""
+  told = f"forward and backward compile on the CPU; relative difference {apart:.1e}{note}"
+  return group.passed(NAME, told, values={"difference": apart})
 
 
 _REMEDY = (
@@ -95,12 +95,6 @@ def _asked(subject: Subject) -> bool:
   bound = configurables.bindings()
   compiled = subject.options.get("jit_compile", bound.get("Trainer.jit_compile") == "True")
   return bool(compiled) or "tpu" in bound.get("run.strategy", "")
-
-
-def _not_clean(group: Group, asked: bool, told: str, detail: str, **explained: str) -> Result:
-  if asked:
-    return group.failed(NAME, detail, **explained)
-  return group.skipped(NAME, f"Trainer.jit_compile is not set; {told}")
 
 
 def _bench(subject: Subject, rows: int, *, jit_compile: bool) -> Bench:

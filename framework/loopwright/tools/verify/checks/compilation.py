@@ -17,7 +17,7 @@ from loopwright.graphs import operations as graphs
 from loopwright.models import models
 from loopwright.tools.verify.bench import bench, harness, held_state, source_lines, xla
 from loopwright.tools.verify.bench.bench import Subject
-from loopwright.tools.verify.report import Group, Result
+from loopwright.tools.verify.report import Explanation, Group, Result
 from loopwright.trainer import Trainer
 
 GROUP = Group("compilation")
@@ -44,6 +44,25 @@ _REMEDIES = {
   "metrics.jsonl get it once per loop",
   "files in the loop": "read files in Task.source() or preprocess(), on the host",
 }
+
+
+COUNTER = Explanation(
+  cause="Python value that changes",
+  remedy="compute it from step or batch, or keep it in a tf.Variable of the model; a compiled loop "
+  "runs Python only once",
+)
+CONSTANT = Explanation(
+  cause=COUNTER.cause,
+  remedy="compute it from step or batch; a compiled loop runs Python only once",
+)
+DRAWS = Explanation(
+  cause="random numbers of NumPy or Python",
+  remedy="draw with tf.random.stateless_* and step.seed()",
+)
+KEPT = Explanation(
+  cause="tensor kept in Python",
+  remedy="keep it in a tf.Variable of the model, and assign to the variable",
+)
 
 
 def check(subject: Subject) -> list[Result]:
@@ -75,19 +94,13 @@ class Loop:
     if traces == 1:
       return GROUP.passed(TRACED_ONCE, told)
     if self.late:
-      names = ", ".join(v.name for v in self.late[:3])
-      return GROUP.failed(
-        TRACED_ONCE, detail=f"{told}; the step made {names}",
-        cause="variables created in the step",
-        remedy="create all variables in build_model()",
-        place=source_lines.mention(self.task, "tf.Variable", "def build_model"),
-      )  # fmt: skip
-    return GROUP.failed(
-      TRACED_ONCE, detail=told,
-      cause="changing shape or Python value",
-      remedy="keep the shapes of a source static, and keep Python state out of train_step",
-      place=source_lines.mention(self.task, "def train_step", "def source"),
-    )  # fmt: skip
+      told += f"; the step made {', '.join(v.name for v in self.late[:3])}"
+      place = source_lines.mention(self.task, "tf.Variable", "def build_model")
+      cause, remedy = "variables created in the step", "create all variables in build_model()"
+      return GROUP.failed(TRACED_ONCE, told, cause, remedy, place)
+    place = source_lines.mention(self.task, "def train_step", "def source")
+    remedy = "keep the shapes of a source static, and keep Python state out of train_step"
+    return GROUP.failed(TRACED_ONCE, told, "changing shape or Python value", remedy, place)
 
   # ---- Traced again ----
 
@@ -107,44 +120,26 @@ class Loop:
       return GROUP.passed(SAME_TRACE, f"{sum(map(len, mine.values()))} operations")
     if kept := self._kept():
       return self._keeps(kept[0])
-    after = held_state.held(self.task)
-    values = {name: held.value for name, held in before.items()}
-    changed = [name for name, held in after.items() if values.get(name) != held.value]
-    drew = held_state.numpy_and_python() != generators
-    key = differing[0]
-    operation = (yours[key] or mine[key])[-1]
-    place = source_lines.of_operation(operation, self.task)
-    return self._differs(operation.type, changed, drew, place)
-
-  def _differs(self, what: str, changed: list[str], drew: bool, place: str) -> Result:
-    if changed:
-      held = held_state.held(self.task)[changed[0]]
-      return GROUP.failed(
-        SAME_TRACE,
-        detail=f"{', '.join(changed)} changes when the step is traced, and changes the step "
-        f"(a {what}); in the loop it keeps the value of the first trace",
-        cause="Python value that changes",
-        remedy="compute it from step or batch, or keep it in a tf.Variable of the model; a "
-        "compiled loop runs Python only once",
-        place=source_lines.change(held.owner, held.attribute) or place,
-      )  # fmt: skip
+    drew, operation = held_state.numpy_and_python() != generators, yours[differing[0]]
+    operation = (operation or mine[differing[0]])[-1]
+    what, place = operation.type, source_lines.of_operation(operation, self.task)
+    values, after = {n: h.value for n, h in before.items()}, held_state.held(self.task)
+    if changed := [name for name, held in after.items() if values.get(name) != held.value]:
+      held = after[changed[0]]
+      told = (
+        f"{', '.join(changed)} changes when the step is traced, and changes the step (a {what}); "
+      )
+      told += "in the loop it keeps the value of the first trace"
+      place = source_lines.change(held.owner, held.attribute) or place
+      return GROUP.explained(SAME_TRACE, told, COUNTER, place)
     if drew:
-      return GROUP.failed(
-        SAME_TRACE,
-        detail=f"the step draws from NumPy or Python when it is traced (a {what}); in the loop, "
-        "every step gets the same numbers",
-        cause="random numbers of NumPy or Python",
-        remedy="draw with tf.random.stateless_* and step.seed()",
-        place=source_lines.mention(self.task, "np.random", "random.") or place,
-      )  # fmt: skip
-    return GROUP.failed(
-      SAME_TRACE,
-      detail=f"another {what} each time the step is traced; in the loop it keeps the value of the "
-      "first trace",
-      cause="Python value that changes",
-      remedy="compute it from step or batch; a compiled loop runs Python only once",
-      place=place,
-    )  # fmt: skip
+      told = (
+        f"the step draws from NumPy or Python when it is traced (a {what}); in the loop, every "
+      )
+      place = source_lines.mention(self.task, "np.random", "random.") or place
+      return GROUP.explained(SAME_TRACE, f"{told}step gets the same numbers", DRAWS, place)
+    told = f"another {what} each time the step is traced; in the loop it keeps the value of the "
+    return GROUP.explained(SAME_TRACE, f"{told}first trace", CONSTANT, place)
 
   def _kept(self) -> list[str]:
     found = held_state.held(self.task).items()
@@ -152,14 +147,9 @@ class Loop:
 
   def _keeps(self, name: str) -> Result:
     held = held_state.held(self.task)[name]
-    return GROUP.failed(
-      SAME_TRACE,
-      detail=f"{name} holds a tensor of the first trace: the next step cannot use it, and it never "
-      "gets a new value",
-      cause="tensor kept in Python",
-      remedy="keep it in a tf.Variable of the model, and assign to the variable",
-      place=source_lines.change(held.owner, held.attribute),
-    )  # fmt: skip
+    told = f"{name} holds a tensor of the first trace: the next step cannot use it, and it never "
+    place = source_lines.change(held.owner, held.attribute)
+    return GROUP.explained(SAME_TRACE, f"{told}gets a new value", KEPT, place)
 
   # ---- The host ----
 
@@ -173,11 +163,11 @@ class Loop:
     if not found:
       return GROUP.passed(NO_HOST, "no Python, printing, summary or file operation")
     place, (_, cause) = next(iter(found.items()))
+    told = "; ".join(f"{kind} at {where}" for where, (kind, _) in found.items())
+    values = [{"type": kind, "place": where} for where, (kind, _) in found.items()]
     return GROUP.failed(
-      NO_HOST, detail="; ".join(f"{kind} at {where}" for where, (kind, _) in found.items())
-      + ": each step waits for the host",
-      cause=cause, remedy=_REMEDIES[cause], place=place,
-      values={"operations": [{"type": kind, "place": where} for where, (kind, _) in found.items()]},
+      NO_HOST, f"{told}: each step waits for the host", cause, _REMEDIES[cause], place,
+      values={"operations": values},
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from loopwright.inputs.streams import StreamSource
 from loopwright.metrics import Loss
 from loopwright.task import Task
 from loopwright.tools.verify.bench import source_lines
-from loopwright.tools.verify.bench.bench import Bench, Rows
+from loopwright.tools.verify.bench.bench import Bench, Rows, padded
 from loopwright.tools.verify.bench.survey import Column, Survey
 from loopwright.tools.verify.report import Explanation, Group, Result
 
@@ -104,9 +104,10 @@ class Contents:
     return next((rows for rows in batches if example in rows["example_id"]), None)
 
   def _copes_with(self, rows: Rows) -> bool:
-    start = self.bench.read()
+    start, count = self.bench.read(), len(rows["weight"])
+    whole = {n: np.resize(v, [self.reading.bench_rows, *v.shape[1:]]) for n, v in rows.items()}
     try:
-      outcome = self.bench.step(padded_to(rows, self.reading.bench_rows))
+      outcome = self.bench.step(padded(whole, count))
     except tf.errors.InvalidArgumentError:
       return False
     self.bench.assign(start)
@@ -210,14 +211,6 @@ class Contents:
 
 def _quoted(name: str) -> tuple[str, str]:
   return f'"{name}"', f"'{name}'"
-
-
-def padded_to(rows: Rows, count: int) -> Rows:
-  """Returns `count` rows: the first ones, or all and then the last repeated with weight 0."""
-  taken = np.minimum(np.arange(count), len(rows["weight"]) - 1)
-  real = np.arange(count) < len(rows["weight"])
-  made = {name: value[taken] for name, value in rows.items()}
-  return {**made, "weight": np.where(real, made["weight"], 0).astype(np.float32)}
 
 
 def _described(column: Column) -> str:

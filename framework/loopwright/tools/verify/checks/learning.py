@@ -70,7 +70,7 @@ def _start_rows(subject: Subject) -> int:
   return 3 * ROWS if max((count or 0 for count in tokens), default=0) >= START_ROWS else START_ROWS
 
 
-def _losses(here: Bench, batch: Rows, steps: int) -> list[float]:
+def _losses(here: Bench, batch: Rows, steps: int = 1) -> list[float]:
   return [here.loss_in(here.step(batch).metrics) for _ in range(steps)]
 
 
@@ -87,13 +87,10 @@ def _chance(task: Task, loss: float) -> Result:
   low, high = (factor * chance for factor in NEAR_CHANCE)
   if low <= loss <= high:
     return GROUP.passed(name, detail)
-  return GROUP.failed(
-    name, detail=detail,
-    cause="far from chance at the start",
-    remedy="too high: scale the inputs, or make the first outputs small; too low: the label may be "
-    "among the inputs, or the loss is not a sum over examples",
-    place=source_lines.find(task, "loss", "forward", "preprocess"),
-  )  # fmt: skip
+  remedy = "too high: scale the inputs, or make the first outputs small; too low: the label may be "
+  remedy += "among the inputs, or the loss is not a sum over examples"
+  place = source_lines.find(task, "loss", "forward", "preprocess")
+  return GROUP.failed(name, detail, "far from chance at the start", remedy, place)
 
 
 def _own_optimizer(losses: Sequence[float]) -> Result:
@@ -102,10 +99,8 @@ def _own_optimizer(losses: Sequence[float]) -> Result:
   name, detail = "own optimizer", f"{losses[0]:.4g} > {losses[-1]:.4g} in {OWN_STEPS} steps"
   if not _grows(losses):
     return GROUP.passed(name, detail)
-  return GROUP.failed(
-    name, detail=detail, cause="learning rate too high",
-    remedy="lower the optimizer's learning rate, warm it up, or set Trainer.clip_norm",
-  )  # fmt: skip
+  remedy = "lower the optimizer's learning rate, warm it up, or set Trainer.clip_norm"
+  return GROUP.failed(name, detail, "learning rate too high", remedy)
 
 
 def _made(subject: Subject, others: Sequence[Rows], **options: Any) -> Bench:
@@ -135,7 +130,7 @@ def _by_heart(subject: Subject, batch: Rows, others: Sequence[Rows]) -> Result:
     here = _made(subject, others, **options)
     here.around = shared_noise.still if still else here.around
     began = here.read()
-    start = here.loss_in(here.step(batch).metrics)
+    start = _losses(here, batch)[0]
     if not math.isfinite(start):
       break
     if number is None:
@@ -144,7 +139,7 @@ def _by_heart(subject: Subject, batch: Rows, others: Sequence[Rows]) -> Result:
       continue
     end = start
     for _ in range(STEPS):
-      end = here.loss_in(here.step(batch).metrics)
+      end = _losses(here, batch)[0]
       start = start or end  # the first steps may compute no loss
       if end < start - share * abs(start):
         detail = f"{start:.4g} > {end:.4g} on {len(batch['weight'])} examples, Adam({rate:g})"
@@ -153,14 +148,12 @@ def _by_heart(subject: Subject, batch: Rows, others: Sequence[Rows]) -> Result:
       seen.append(f"{start:.4g} > {end:.4g}")
     elif floor := _floor(subject, here, batch, began, (start, end)):
       return GROUP.passed(name, floor)
-  return GROUP.failed(
-    name, detail=f"{len(batch['weight'])} examples, {STEPS} steps of Adam: "
-    f"{' and '.join(seen) or 'a loss that is not finite'}",
-    cause="cannot learn one batch",
-    remedy="look for a loss with the wrong sign, outputs that do not reach the loss, activations "
-    "instead of logits, labels of other examples",
-    place=source_lines.find(here.task, *METHODS, containing=SUSPECTS, anywhere=True),
-  )  # fmt: skip
+  told = f"{len(batch['weight'])} examples, {STEPS} steps of Adam: "
+  told += " and ".join(seen) or "a loss that is not finite"
+  remedy = "look for a loss with the wrong sign, outputs that do not reach the loss, activations "
+  remedy += "instead of logits, labels of other examples"
+  place = source_lines.find(here.task, *METHODS, containing=SUSPECTS, anywhere=True)
+  return GROUP.failed(name, told, "cannot learn one batch", remedy, place)
 
 
 def _floor(
@@ -178,7 +171,7 @@ def _floor(
   fall = Fall(subject, batch, began)
   for further in (0, 3 * STEPS):
     for _ in range(further):
-      end = here.loss_in(here.step(batch).metrics)
+      end = _losses(here, batch)[0]
     of_each, of_sum = fall.to(now := here.read())
     told = f"{start:.4g} > {end:.4g}, its floor: there the gradient of "
     if of_each < VANISHED:

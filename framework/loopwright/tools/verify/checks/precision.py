@@ -69,8 +69,8 @@ class Float32Gradient:
       self.step = gradient(here, self.start, self.batch)
       backwards = {name: value[::-1].copy() for name, value in self.batch.items()}
       other = gradient(here, self.start, backwards)
-    self.flat = np.concatenate([g.ravel() for g in self.step.gradients])
-    apart = np.abs(np.concatenate([g.ravel() for g in other.gradients]) - self.flat)
+    self.flat = self.step.flat
+    apart = np.abs(other.flat - self.flat)
     self.meaningful = (self.flat != 0) & (apart <= _NOISE * np.abs(self.flat))
 
   @property
@@ -94,6 +94,11 @@ class GradientStep:
   skipped: bool
   loss: float
   scale: float
+
+  @property
+  def flat(self) -> np.ndarray:
+    """All gradients as one vector."""
+    return np.concatenate([gradient.ravel() for gradient in self.gradients])
 
 
 class HalfGradient:
@@ -128,10 +133,9 @@ class HalfGradient:
     if not wrong:
       yield GROUP.passed(self.check, told, values=values)
     elif not self.asked:
-      precision = self.subject.precision
-      yield self._not_applicable(f"run.precision is {precision}; it would fail: {told}", values)
+      yield self._would_fail(told, values)
     else:
-      cause, remedy, place = self._explained(here.task, taken)
+      cause, remedy, place = self._explained(taken)
       yield GROUP.failed(self.check, told, cause, remedy, place, values=values)
 
   def _settled(self, here: Bench) -> GradientStep:
@@ -145,16 +149,13 @@ class HalfGradient:
   # ---- Numbers ----
 
   def _apart(self, taken: GradientStep) -> float:
-    flat, wanted = np.concatenate([g.ravel() for g in taken.gradients]), self.reference.flat
-    return float(np.linalg.norm(flat - wanted) / np.linalg.norm(wanted))
+    wanted = self.reference.flat
+    return float(np.linalg.norm(taken.flat - wanted) / np.linalg.norm(wanted))
 
   def _lost(self, taken: GradientStep) -> float:
     """Returns the share of elements that are 0 here but not in float32."""
-    flat, meaningful = (
-      np.concatenate([g.ravel() for g in taken.gradients]),
-      self.reference.meaningful,
-    )
-    return float((flat[meaningful] == 0).mean()) if meaningful.any() else 0.0
+    meaningful = self.reference.meaningful
+    return float((taken.flat[meaningful] == 0).mean()) if meaningful.any() else 0.0
 
   def _told(self, taken: GradientStep, apart: float, lost: float) -> str:
     scaled = f" at loss scale {taken.scale:g}" if taken.scale != 1 else ""
@@ -172,10 +173,11 @@ class HalfGradient:
 
   # ---- Why ----
 
-  def _explained(self, task: Task, taken: GradientStep) -> tuple[str, str, str]:
-    seen = self._watched()
-    first = next((op for op in seen if not op.finite), None)
+  def _explained(self, taken: GradientStep) -> tuple[str, str, str]:
+    dtype = tf.as_dtype(self.dtype).as_numpy_dtype
+    seen = [op for op in self._watched() if any(value.dtype == dtype for value in op.values)]
     if taken.skipped and not np.isfinite(taken.loss):
+      first = next((op for op in seen if not _finite(op, dtype)), None)
       cause = A_SUM if first and first.kind in SUMS else OVERFLOW
       cause = SMALL if first and first.kind in DIVISIONS else cause
       return cause, _REMEDIES[cause], first.place if first else ""
@@ -183,39 +185,31 @@ class HalfGradient:
       return TOO_LARGE, _REMEDIES[TOO_LARGE], ""
     if helped := self._larger_scale(taken.scale):
       return TOO_SMALL, _REMEDIES[TOO_SMALL].format(f"{helped:g}"), ""
-    sums = [op for op in seen if op.kind in SUMS and op.elements >= _MANY]
-    if sums:
+    if sums := [op for op in seen if op.kind in SUMS and _summed(op, dtype) >= _MANY]:
       return A_SUM, _REMEDIES[A_SUM], sums[0].place
-    logarithms = [op for op in seen if op.kind in LOGARITHMS]
-    if logarithms:
+    if logarithms := [op for op in seen if op.kind in LOGARITHMS]:
       return LOGARITHM, _REMEDIES[LOGARITHM], logarithms[0].place
-    return (
-      "unknown",
-      "compute parts of the model in float32, Layer(dtype='float32'), to find it",
-      "",
-    )
+    remedy = "compute parts of the model in float32, Layer(dtype='float32'), to find it"
+    return "unknown", remedy, ""
 
   def _larger_scale(self, scale: float) -> float | None:
     if self.dtype != "float16":
       return None
     for factor in _TRIES:
       scaled = functools.partial(loss_scale.fixed, scale=scale * factor)
-      taken = gradient(
-        make(self.subject, self.reference.rows, loss_scale=scaled),
-        self.reference.start, self.reference.batch,
-      )  # fmt: skip
+      here = make(self.subject, self.reference.rows, loss_scale=scaled)
+      taken = gradient(here, self.reference.start, self.reference.batch)
       right = self._apart(taken) <= LIMITS[self.policy] and self._lost(taken) <= UNDERFLOW
       if right and not taken.skipped:
         return scale * factor
     return None
 
-  def _watched(self) -> list[HalfOperation]:
-    """Returns the half-precision operations of the user's code in an eager step, in order."""
+  def _watched(self) -> list[Operation]:
+    """Returns the operations of the user's code in an eager step, in order."""
     here = make(self.subject, self.reference.rows, eager=True)
     with contextlib.suppress(Exception), row_influence.watched(here.task) as seen:
       gradient(here, self.reference.start, self.reference.batch)
-      dtype = tf.as_dtype(self.dtype).as_numpy_dtype
-      return [half for each in seen if each.place and (half := _half(each, dtype))]
+      return [operation for operation in seen if operation.place]
     return []  # the task cannot run eagerly
 
   # ---- Rows ----
@@ -223,14 +217,13 @@ class HalfGradient:
   def _refused(self, error: Exception) -> Result:
     line = failures.failure(error)
     if not self.asked:
-      precision = self.subject.precision
-      return self._not_applicable(f"run.precision is {precision}; it would fail: {line}")
+      return self._would_fail(line)
     place = found[1] if (found := _PLACE.search(line)) else ""
-    return GROUP.failed(
-      self.check, line, cause="float32 and half precision mixed", place=place,
-      remedy="cast where they meet: tf.cast(outputs, tf.float32) before the loss, "
-      "tf.cast(x, layer.compute_dtype) before a layer's own arithmetic",
-    )  # fmt: skip
+    return GROUP.failed(self.check, line, MIXED, _REMEDIES[MIXED], place)
+
+  def _would_fail(self, told: str, values: dict[str, Any] | None = None) -> Result:
+    why = f"run.precision is {self.subject.precision}; it would fail: {told}"
+    return self._not_applicable(why, values)
 
   def _not_applicable(self, why: str, values: dict[str, Any] | None = None) -> Result:
     return GROUP.skipped(self.check, why, values=values or {})
@@ -239,7 +232,10 @@ class HalfGradient:
 OVERFLOW, SMALL = "overflow in the forward pass", "underflow in the forward pass"
 A_SUM, LOGARITHM = "a sum in half precision", "a logarithm in half precision"
 TOO_SMALL, TOO_LARGE = "loss scale too small", "loss scale too large"
+MIXED = "float32 and half precision mixed"
 _REMEDIES = {
+  MIXED: "cast where they meet: tf.cast(outputs, tf.float32) before the loss, "
+  "tf.cast(x, layer.compute_dtype) before a layer's own arithmetic",
   OVERFLOW: "the largest float16 is 65504: scale the values down, or compute this in float32 "
   "(tf.cast, Layer(dtype='float32')), or use mixed_bfloat16",
   SMALL: "float16 rounds values below 6e-8 to zero, such as an epsilon of 1e-8 or the square of "
@@ -251,26 +247,15 @@ _REMEDIES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HalfOperation:
-  """A half-precision operation: type, inputs per output, and the user's line."""
-
-  kind: str
-  elements: int
-  finite: bool
-  place: str
+def _summed(operation: Operation, dtype: type) -> int:
+  """Returns how many inputs an operation has for each output in half precision."""
+  half = next(value for value in operation.values if value.dtype == dtype)
+  return operation.elements // (1 if operation.kind == "Cumsum" else max(1, half.size))
 
 
-def _half(operation: Operation, dtype: type) -> HalfOperation | None:
-  """Returns what an operation did in half precision; None if no output is in it."""
+def _finite(operation: Operation, dtype: type) -> bool:
   halves = [value for value in operation.values if value.dtype == dtype]
-  if not halves:
-    return None
-  results = 1 if operation.kind == "Cumsum" else max(1, halves[0].size)
-  return HalfOperation(
-    kind=operation.kind, elements=operation.elements // results, place=operation.place,
-    finite=all(np.isfinite(value.astype(np.float32)).all() for value in halves),
-  )  # fmt: skip
+  return all(np.isfinite(value.astype(np.float32)).all() for value in halves)
 
 
 # ---- Steps ----

@@ -26,7 +26,6 @@ from loopwright.tools.verify.bench.comparison import (
   Comparison,
   Difference,
   normalisations,
-  synchronised,
 )
 from loopwright.tools.verify.bench.explanations import PREDICTIONS, fits, weighted_mean
 from loopwright.tools.verify.bench.held_state import Held
@@ -157,7 +156,7 @@ def _explain(
     if weight
   ):
     return known.NEVER_REDUCED, ""
-  if any(not synchronised(layer) for layer in normalisations(of.task.model)):
+  if any(models.locally_normalised(of.task.model)):
     return known.BATCH_NORM, ""
   if of.subject.accumulation_steps > 1 and normalisations(of.task.model):
     return known.MICRO_BATCH_NORM, ""
