@@ -23,7 +23,7 @@ def test_a_defect(name):
 
 
 RIGHT = [
-  *(defects.Towers, defects.Normalises, defects.GatheredRecall, defects.Confusion),
+  *(defects.Towers, right.Normalised, defects.GatheredRecall, defects.Confusion),
   *(defects.FewOfOneClass, defects.TopTen, defects.TwoSets, defects.MovesInTraining),
   defects.Counts,
   *(task for task in right.RIGHT if task is not right.TrainOnly), *kinds.RIGHT,

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from defects.right import CLASSES, Dropout, Right, points
+from defects.right import CLASSES, Dropout, Normalised, Right, points
 from defects.small import planted
 from loopwright import ArraySource, Loss, PerExample, Sum, weighted_sum
 
@@ -145,12 +145,7 @@ def running_mean(size):
 
 
 @defect((MODE,), "evaluation in training mode", "moving_mean, as only training", "training=True")
-class NormalisesInEvaluation(Right):
-  def build_model(self):
-    layers = keras.layers
-    hidden = [layers.Dense(4), layers.BatchNormalization(synchronized=True)]
-    return keras.Sequential([keras.Input([6]), *hidden, layers.Dense(CLASSES)])
-
+class NormalisesInEvaluation(Normalised):
   def forward(self, batch, training):
     return self.model(batch["x"], training=True)
 
@@ -198,11 +193,6 @@ class MovesInTraining(MovesInEvaluation):
     if training:
       mean.assign(0.9 * mean + 0.1 * tf.reduce_mean(batch["x"], 0))
     return self.model["net"](batch["x"] - mean, training=training)
-
-
-class Normalises(NormalisesInEvaluation):
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)
 
 
 class GatheredRecall(Towers):

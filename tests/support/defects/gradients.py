@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 from toys import network
 
+from defects import kinds
 from defects.small import FEATURES, Small, Written, every_variable, planted
 from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss
@@ -116,10 +117,7 @@ class ThrownAway(Small):
 
 
 @defect("penalties count once", "penalty counted twice", "loss")
-class DecaysTwice(Small):
-  def hidden(self):
-    return [keras.layers.Dense(4, activation="tanh", kernel_regularizer="l2")]
-
+class DecaysTwice(kinds.Regularised):
   def loss(self, outputs, batch):
     total, weight = super().loss(outputs, batch)
     return Loss(total + weight * tf.add_n(self.model.losses), weight)

@@ -83,11 +83,8 @@ class ActorCritic(Small):
 # ---- Weights and means
 
 
-class IgnoresWeights(Small):
+class IgnoresWeights(kinds.BatchNorm):
   """Batch normalisation hides it from the check of padding."""
-
-  def hidden(self):
-    return [keras.layers.Dense(4), keras.layers.BatchNormalization(synchronized=True)]
 
   def loss(self, outputs, batch):
     return Loss.from_examples(self.errors(outputs, batch))
@@ -238,13 +235,10 @@ class RareInBatch(Classes):
     return super().errors(outputs, batch) / tf.reduce_sum(same, axis=1)
 
 
-class Accumulated(Small):
+class Accumulated(kinds.BatchNorm):
   """Each micro-batch is normalised by itself."""
 
   options = {"accumulation_steps": 2}
-
-  def hidden(self):
-    return [keras.layers.Dense(4), keras.layers.BatchNormalization(synchronized=True)]
 
 
 class MetricAsMean(Small):
@@ -376,11 +370,8 @@ class TrainedTeacher(Small):
 # ---- Random numbers and preprocess()
 
 
-class Recomputed(Small):
+class Recomputed(kinds.Dropout):
   """The backward pass drops other units than the forward pass."""
-
-  def hidden(self):
-    return [keras.layers.Dense(8, activation="tanh"), keras.layers.Dropout(0.4)]
 
   def forward(self, batch, training):
     run = tf.recompute_grad(lambda x: self.model(x, training=training))
@@ -444,11 +435,8 @@ class Annealed(Small):
     return share * super().errors(outputs, batch)
 
 
-class Curriculum(Small):
+class Curriculum(kinds.Dropout):
   """Inputs that become larger with the step, after noise that becomes smaller."""
-
-  def hidden(self):
-    return [keras.layers.Dense(8, activation="tanh"), keras.layers.Dropout(0.4)]
 
   def preprocess(self, batch, training):
     if not training:

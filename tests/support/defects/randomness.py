@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from toys import network
 
-from defects.right import CLASSES, Dropout, Right
+from defects.right import CLASSES, Dropout, Normalised, Right
 from defects.small import every_variable, planted
 
 DEFECTS, defect = planted()
@@ -252,22 +252,12 @@ class MixesOwnRows(Right):
   "a training step does not move the statistics of batch_normalization",
   "self.model(",
 )
-class NormalisesWithMovingAverages(Right):
-  def build_model(self):
-    layers = keras.layers
-    hidden = [layers.Dense(4), layers.BatchNormalization(synchronized=True)]
-    return network([6], *hidden, layers.Dense(CLASSES))
-
+class NormalisesWithMovingAverages(Normalised):
   def forward(self, batch, training):
     return self.model(batch["x"])
 
 
 # ---- Right ----
-
-
-class Normalises(NormalisesWithMovingAverages):
-  def forward(self, batch, training):
-    return self.model(batch["x"], training=training)
 
 
 class FineTuned(Right):
@@ -343,17 +333,6 @@ class SeededNumPyFunction(Right):
 
     x = tf.numpy_function(noisy, [batch["x"], batch["seed"]], tf.float32)
     return {**batch, "x": tf.ensure_shape(x, batch["x"].shape)}
-
-
-class Teacher(Dropout):
-  """A frozen teacher, whose dropout is never on, beside a student whose is."""
-
-  def build_model(self):
-    return {"default": super().build_model(), "teacher": super().build_model()}
-
-  def forward(self, batch, training):
-    taught = self.model["teacher"](batch["x"], training=False)
-    return self.model["default"](batch["x"], training=training) + 0.1 * tf.stop_gradient(taught)
 
 
 class NoDropout(Dropout):

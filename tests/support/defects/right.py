@@ -58,6 +58,15 @@ class OldDropout(Dropout):
   library = tf_keras
 
 
+class Normalised(Right):
+  """Batch normalisation over all replicas."""
+
+  def build_model(self):
+    layers = keras.layers
+    hidden = [layers.Dense(4), layers.BatchNormalization(synchronized=True)]
+    return network([6], *hidden, layers.Dense(CLASSES))
+
+
 class Augmented(Dropout):
   """Noise from batch["seed"], in training alone."""
 

@@ -15,12 +15,12 @@ from loopwright.eval_step import EvalStep
 from loopwright.evaluator import Evaluator
 from loopwright.graphs import operations as graphs
 from loopwright.graphs import randomness
-from loopwright.graphs.autograph import compiled
-from loopwright.metrics import Metric
+from loopwright.graphs.autograph import compiled, converted
+from loopwright.metrics import Loss, Metric
 from loopwright.models import models
 from loopwright.strategies import placement
 from loopwright.tools.verify.bench import bench, row_influence, shared_noise, source_lines, survey
-from loopwright.tools.verify.bench.bench import Rows, Subject, under
+from loopwright.tools.verify.bench.bench import Bench, Rows, Subject, under
 from loopwright.tools.verify.bench.loss_graph import behind
 
 Values = dict[str, np.ndarray]
@@ -158,6 +158,24 @@ class Evaluated:
     for name, before, after in zip(names, self.values, self._read(), strict=True):
       if not survey.same(np.asarray(before), after) and name not in self.changed:
         self.changed.append(name)
+
+
+def placed(here: Bench | Evaluated, rows: Rows) -> Any:
+  """Returns rows as forward() and loss() get them in step 0 (host)."""
+  step = np.zeros(len(rows["weight"]), np.int64)
+  return placement.of(here.strategy).split({**rows, "step": step})
+
+
+def forward(here: Bench | Evaluated, rows: Rows) -> Any:
+  """Returns what forward() does alone, in evaluation mode (host)."""
+  batch, called = placed(here, rows), converted(here.task.forward)
+  return here.strategy.run(lambda: called(batch, training=False))
+
+
+def loss(here: Bench | Evaluated, outputs: Any, rows: Rows) -> Loss:
+  """Returns what loss() does alone (host)."""
+  batch, called = placed(here, rows), converted(here.task.loss)
+  return here.strategy.run(lambda: Loss.checked(called(outputs, batch)))
 
 
 def different(one: Values, other: Values) -> tuple[str, str] | None:

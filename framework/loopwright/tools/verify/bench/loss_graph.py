@@ -168,11 +168,9 @@ def cancels(loss_fn: Callable[[Any], Any], batch: Any, variables: Sequence[Varia
     captured = {id(outer): inner for outer, inner in total.graph.captures}
     handles = [captured.get(id(models.raw(v).handle)) for v in variables]
     known = {id(inner) for inner in captured.values() if inner.dtype == tf.resource}
-    of_batch: set[str] = set()
-    for operation in total.graph.get_operations():
-      fed = operation.type == "Placeholder" and id(operation.outputs[0]) not in known
-      if fed or any(tensor.op.name in of_batch for tensor in operation.inputs):
-        of_batch.add(operation.name)
+    inputs = (op for op in total.graph.get_operations() if op.type == "Placeholder")
+    fed = [op.outputs[0] for op in inputs if id(op.outputs[0]) not in known]
+    of_batch = set[str]().union(*map(graphs.computed_from, fed))
     return [_weighted_gradient(total, handle, of_batch) for handle in handles]
 
   norms = tf.function(traced, autograph=False)(batch)

@@ -50,7 +50,7 @@ Made = dict[str, str]
 
 def differs(subject: Subject, task: Task) -> tuple[str, str, str] | None:
   """Returns (feature, what makes it differ, line); None if none does, or it cannot be known."""
-  code = list(_reached(list(_methods(task)), DEEPEST))
+  code = list(_reached([*source_lines.nearest_methods(task).values()], DEEPEST))
   places = {why: source_lines.matching(code, pattern) for why, pattern in SUSPECTS.items()}
   if not any(places.values()):
     return None
@@ -61,14 +61,6 @@ def differs(subject: Subject, task: Task) -> tuple[str, str, str] | None:
     if different := [name for name, digest in ours.items() if (other or ours).get(name) != digest]:
       return different[0], why, places[why] or next(filter(None, places.values()))
   return None
-
-
-def _methods(task: Task) -> Iterator[Callable[..., Any]]:
-  seen = set()
-  for method in source_lines.own_methods(task):
-    if method.__name__ not in seen:
-      seen.add(method.__name__)
-      yield method
 
 
 def _reached(functions: Sequence[Callable[..., Any]], depth: int) -> Iterator[Callable[..., Any]]:

@@ -8,11 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.graphs.autograph import converted
-from loopwright.metrics import Loss
 from loopwright.models import models
-from loopwright.strategies import placement
 from loopwright.task import Task
-from loopwright.tools.verify.bench import row_influence, source_lines
+from loopwright.tools.verify.bench import evaluated, row_influence, source_lines
 from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.evaluated import Evaluated
 from loopwright.tools.verify.bench.row_influence import Operation
@@ -44,9 +42,7 @@ class PerToken:
 
   def outputs(self, batch: Rows) -> Any:
     """Returns what forward() does."""
-    placed = self._placed(batch)
-    forward = converted(self.task.forward)
-    return self.here.strategy.run(lambda: forward(placed, training=False))
+    return evaluated.forward(self.here, batch)
 
   def numbers(self, batch: Rows) -> np.ndarray:
     """Returns the output of each token, float64 [n, length, -1]."""
@@ -64,41 +60,29 @@ class PerToken:
 
   def sums(self, outputs: Any, batch: Rows) -> Sums:
     """Returns loss and metrics of some outputs; only metrics that are pairs."""
-    placed = self._placed(batch)
-
-    def computed() -> Any:
-      loss = Loss.checked(converted(self.task.loss)(outputs, placed))
-      metrics = {}
-      if type(self.task).metrics is not Task.metrics:
-        metrics = dict(converted(self.task.metrics)(outputs, placed))
-      return (loss.total, loss.weight), metrics
-
-    loss, metrics = self.here.strategy.run(computed)
-    pairs = {n: v for n, v in metrics.items() if isinstance(v, tuple) and len(v) == 2}
-    found = {**pairs, "loss": loss}
-    return Sums({name: (float(total), float(weight)) for name, (total, weight) in found.items()})
+    batch_here, found = evaluated.placed(self.here, batch), {}
+    if type(self.task).metrics is not Task.metrics:
+      metrics = converted(self.task.metrics)
+      found = self.here.strategy.run(lambda: dict(metrics(outputs, batch_here)))
+    found["loss"] = tuple(evaluated.loss(self.here, outputs, batch))
+    pairs = {n: v for n, v in found.items() if isinstance(v, tuple) and len(v) == 2}
+    return Sums({name: (float(total), float(weight)) for name, (total, weight) in pairs.items()})
 
   def pulls(self, outputs: Any, batch: Rows) -> np.ndarray:
     """Returns the gradient of the sum of the losses by each output, [n, length, -1]."""
-    placed, (flat, index) = self._placed(batch), self._flat(outputs)
+    flat, index = self._flat(outputs)
 
-    def computed() -> Any:
-      with tf.GradientTape() as tape:
-        tape.watch(flat[index])
-        total = Loss.checked(converted(self.task.loss)(outputs, placed)).total
-      return tape.gradient(total, flat[index])
-
-    return _of_tokens(tf.convert_to_tensor(self.here.strategy.run(computed)).numpy())
+    with tf.GradientTape() as tape:
+      tape.watch(flat[index])
+      total = evaluated.loss(self.here, outputs, batch).total
+    gradient = tape.gradient(total, flat[index])
+    return _of_tokens(tf.convert_to_tensor(gradient).numpy())
 
   def replaced(self, outputs: Any, value: np.ndarray) -> Any:
     """Returns outputs with other numbers of each token."""
     flat, index = self._flat(outputs)
     flat[index] = tf.constant(value.reshape(flat[index].shape), flat[index].dtype)
     return tf.nest.pack_sequence_as(outputs, flat)
-
-  def _placed(self, batch: Rows) -> Any:
-    step = np.zeros(len(batch["weight"]), np.int64)
-    return placement.of(self.here.strategy).split({**batch, "step": step})
 
   def line(self, one: Rows, other: Rows, kept: np.ndarray) -> str:
     """Returns the line of the mask by which tokens that are equal in two batches differ; or "".

@@ -38,30 +38,19 @@ ONCE = (
   "Python and NumPy run only once, while TensorFlow traces, and their numbers become constants of "
   "the graph; "
 )
-STATEFUL_OPERATIONS = (
-  "RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "Multinomial",
-  "RandomShuffle", "RandomGamma", "RandomPoissonV2", "ParameterizedTruncatedNormal",
-  "StatefulUniform", "StatefulUniformFullInt", "StatefulUniformInt", "StatefulStandardNormalV2",
-  "StatefulTruncatedNormal", "StatefulRandomBinomial", "RngReadAndSkip",
-)  # fmt: skip
-"""Types of operations whose numbers depend on how often they have run."""
-
-
 CHANGING = {
-  "clock": ("Timestamp",),
-  "python": ("PyFunc", "PyFuncStateless", "EagerPyFunc"),
-  "random": STATEFUL_OPERATIONS,
-}
-"""What may differ each time that a graph runs -> types of operations."""
+  "Timestamp": "clock", "PyFunc": "python", "PyFuncStateless": "python", "EagerPyFunc": "python",
+}  # fmt: skip
+"""Types of operations, other than random ones, that may differ each time that a graph runs."""
 
 
 def changing(operations: Iterable[tf.Operation], owner: Any) -> dict[str, str]:
-  """Returns what may differ each time that operations run, as in `CHANGING` -> the first line."""
+  """Returns what may differ each time that operations run -> the first line of the user's."""
   found: dict[str, str] = {}
   for operation in operations:
-    for kind, types in CHANGING.items():
-      if operation.type in types and (place := source_lines.of_operation(operation, owner)):
-        found.setdefault(kind, place)
+    kind = "random" if is_stateful(operation.type) else CHANGING.get(operation.type, "")
+    if kind and kind not in found and (line := source_lines.of_operation(operation, owner)):
+      found[kind] = line
   return {kind: found[kind] for kind in ("random", "clock", "python") if kind in found}
 
 
@@ -73,6 +62,11 @@ def is_generator(variable: str) -> bool:
 def is_random(operation: str) -> bool:
   """Whether an operation of this type draws random numbers."""
   return bool(_RANDOM.search(operation) and not _NONE.search(operation))
+
+
+def is_stateful(operation: str) -> bool:
+  """Whether an operation of this type draws numbers that depend on how often it has run."""
+  return is_random(operation) and not operation.startswith("Stateless")
 
 
 def outside(task: Any) -> tuple[str, str, str]:
@@ -108,7 +102,7 @@ class Draw:
   @property
   def stateful(self) -> bool:
     """Whether it has its own state, independent of the run's seed."""
-    return not self.op.startswith("Stateless")
+    return is_stateful(self.op)
 
 
 @dataclasses.dataclass

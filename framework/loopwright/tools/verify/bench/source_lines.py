@@ -39,27 +39,21 @@ def mention(owner: Any, *texts: str) -> str:
 
 
 def _first(methods: Iterable[Callable[..., Any]], texts: Sequence[str]) -> str:
-  sources = [(method, *_source(method)) for method in methods]
-  for text in texts:
-    for method, lines, first in sources:
-      for number, line in enumerate(lines, first):
-        if text in _code(line):
-          return _told(method, number)
-  return ""
+  code = [(method, list(_code(method))) for method in methods]
+  found = ((m, n) for text in texts for m, lines in code for n, line in lines if text in line)
+  return next((_told(method, number) for method, number in found), "")
 
 
 def matching(functions: Iterable[Callable[..., Any]], pattern: str) -> str:
   """Returns the first line of some functions in which a pattern is found; "" if none is."""
-  for function in functions:
-    lines, first = _source(function)
-    for number, line in enumerate(lines, first):
-      if re.search(pattern, _code(line)):
-        return _told(function, number)
-  return ""
+  found = ((f, n) for f in functions for n, line in _code(f) if re.search(pattern, line))
+  return next((_told(function, number) for function, number in found), "")
 
 
-def _code(line: str) -> str:
-  return line.partition("#")[0]
+def _code(function: Callable[..., Any]) -> Iterator[tuple[int, str]]:
+  """Yields the numbers of a function's lines, and the lines without comments."""
+  lines, first = _source(function)
+  return ((number, line.partition("#")[0]) for number, line in enumerate(lines, first))
 
 
 def _told(method: Callable[..., Any], number: int) -> str:
@@ -79,15 +73,12 @@ def find(owner: Any, *names: str, containing: Sequence[str] = (), anywhere: bool
   Returns:
     As `mention`.
   """
-  own: dict[str, Callable[..., Any]] = {}
-  for method in own_methods(owner):
-    own.setdefault(method.__name__, method)
+  own = nearest_methods(owner)
   named = [own[name] for name in names if name in own]
   others = [method for method in own.values() if method not in named] if anywhere else []
   for method in (*named, *others):
-    lines, first = _source(method)
-    for number, line in enumerate(lines, first):
-      if any(text in _code(line) for text in containing):
+    for number, line in _code(method):
+      if any(text in line for text in containing):
         return _told(method, number)
   return next((_told(method, _source(method)[1]) for method in named), "")
 
@@ -109,6 +100,14 @@ def own_methods(owner: Any) -> Iterator[Callable[..., Any]]:
       )
       if inspect.isfunction(function):
         yield function
+
+
+def nearest_methods(owner: Any) -> dict[str, Callable[..., Any]]:
+  """Returns name -> the user's method that the owner has, whatever it overrides."""
+  own: dict[str, Callable[..., Any]] = {}
+  for method in own_methods(owner):
+    own.setdefault(method.__name__, method)
+  return own
 
 
 def _source(function: Callable[..., Any]) -> tuple[list[str], int]:

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from loopwright.graphs.autograph import converted
 from loopwright.inputs.streams import StreamSource
-from loopwright.metrics import Loss
 from loopwright.task import Task
-from loopwright.tools.verify.bench import source_lines
+from loopwright.tools.verify.bench import evaluated, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Rows, padded
 from loopwright.tools.verify.bench.survey import Column, Survey
 from loopwright.tools.verify.report import Explanation, Group, Result
@@ -247,19 +245,12 @@ class Probe:
 
   def forward(self, rows: Rows) -> Any:
     """Returns the outputs in evaluation mode."""
-    task, batch = self.bench.task, self.bench.distributed(_with_step(rows))
-    return self.bench.strategy.run(lambda: converted(task.forward)(batch, training=False))
+    return evaluated.forward(self.bench, rows)
 
   def loss(self, rows: Rows) -> float:
     """Returns the mean loss of rows in evaluation mode; NaN if it cannot be computed."""
-    task, batch = self.bench.task, self.bench.distributed(_with_step(rows))
-
-    def compute() -> Loss:
-      outputs = converted(task.forward)(batch, training=False)
-      return Loss.checked(converted(task.loss)(outputs, batch))
-
     try:
-      loss = self.bench.strategy.run(compute)
+      loss = evaluated.loss(self.bench, self.forward(rows), rows)
     except tf.errors.InvalidArgumentError:
       return math.nan
     weight = float(loss.weight)
@@ -272,10 +263,6 @@ class Probe:
       return self.loss(self.rows), self.loss({**self.rows, name: divided})
     except Exception:  # forward() does not accept the dtype
       return 0.0, 0.0
-
-
-def _with_step(rows: Rows) -> Rows:
-  return {**rows, "step": np.zeros(len(rows["weight"]), np.int64)}
 
 
 class Labels:

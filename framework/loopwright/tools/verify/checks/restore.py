@@ -212,7 +212,7 @@ class Resumption:
       return _made_otherwise(SAME_STEP, *unlike, seen)
     if whole.layers_drew():
       return GROUP.failed(SAME_STEP, seen, *random_draws.outside(task))
-    random = [op for op in whole.operations() if op.type in random_draws.STATEFUL_OPERATIONS]
+    random = [op for op in whole.operations() if random_draws.is_stateful(op.type)]
     if not whole.drew and not random:
       return _explained(seen, UNKNOWN, task)
     cause, remedy = "random generator outside the checkpoint", REMEDIES["random generator"]
