@@ -13,16 +13,20 @@ kept with the run. See docs/transfer-learning.md. It needs the extra `hub`.
 
     python -m loopwright.tasks.pretrained runs/mine --to=mine_preset
 
-writes the network of a run, its adapters merged, as a preset for KerasHub.
+writes the network of a run, its adapters merged, as a preset for KerasHub; with
+`--format=transformers`, as a folder of Hugging Face's transformers, if the preset was one.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import importlib
+import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,25 +36,32 @@ import numpy as np
 import tensorflow as tf
 
 import loopwright
-from loopwright import ArraySource, Batch, ConfigError, Loss, Task
-from loopwright.host import bounded
+from loopwright import ArraySource, Batch, ConfigError, Loss
+from loopwright.errors import first_line
+from loopwright.host import bounded, files
 from loopwright.metrics import Weighted, weighted_sum
+from loopwright.run_folder import safetensors_files
 from loopwright.tasks.language_model import TextFiles
 from loopwright.tasks.text_classification import TextData
+from loopwright.tasks.transfer_learning import ReadAtEachStart
 
-_DIGEST = "preset.txt"
 _ADAPTER = "lora"
 """Part of the names that Keras gives the variables of LoRA."""
+_COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
+  "bert": {
+    "hidden_act": ("gelu", "gelu_new"), "layer_norm_eps": (1e-12,),
+    "position_embedding_type": ("absolute",), "is_decoder": (False,),
+  },
+  "gpt2": {
+    "activation_function": ("gelu_new",), "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+  },
+}  # fmt: skip
+"""What KerasHub computes, whatever the config of a folder of transformers says."""
 
 
-class Pretrained(Task):
-  """What both tasks share: a network of KerasHub, whole or with adapters.
-
-  Attributes:
-    network: the whole model of KerasHub, once `build_model` has run.
-  """
-
-  network: Any
+class Pretrained(ReadAtEachStart):
+  """What both tasks share: a network of KerasHub, whole or with adapters."""
 
   def __init__(
     self, *, preset: str, length: int = 128, lora_rank: int | None = None, int8: bool = False
@@ -58,7 +69,8 @@ class Pretrained(Task):
     """Keeps its arguments.
 
     Args:
-      preset: a folder that `save_to_preset` wrote, or a name that KerasHub knows and loads.
+      preset: a folder that `save_to_preset` wrote, or one of Hugging Face's transformers, with
+        safetensors; or a name that KerasHub knows and loads.
       length: of the texts, in tokens; longer ones are cut.
       lora_rank: trains adapters of this rank beside the frozen backbone; None trains everything.
       int8: holds the matrices of the frozen backbone in 8 bits.
@@ -77,6 +89,7 @@ class Pretrained(Task):
         "lora_rank, such as 4."
       )
     self.preset, self.length, self.lora_rank, self.int8 = preset, length, lora_rank, int8
+    self.read_from = ("preset", preset)
 
   def read(self) -> Any:
     """Returns the model of the preset (in strategy scope)."""
@@ -84,14 +97,30 @@ class Pretrained(Task):
 
   def of_preset(self, kind: str, **options: Any) -> Any:
     """Returns what a class of `keras_hub.models` makes of the preset, or one line if it cannot."""
+    models, who = _keras_hub().models, f"{type(self).__name__}.preset is {self.preset!r}, "
+    for name, known in _COMPUTED.get(self.config.get("model_type", ""), {}).items():
+      if (value := self.config.get(name, known[0])) not in known:
+        raise ConfigError(
+          f"{who}whose config.json has {name} = {value!r}, but KerasHub computes with "
+          f"{' or '.join(map(repr, known))}; give a model that was trained so."
+        )
     try:
-      return getattr(_keras_hub().models, kind).from_preset(self.preset, **options)
-    except (ValueError, OSError) as error:
+      return getattr(models, kind).from_preset(self.preset, **options)
+    except Exception as error:  # of KerasHub, safetensors and HDF5: each has its own
       raise ConfigError(
-        f"{type(self).__name__}.preset is {self.preset!r}, which keras_hub.models.{kind} cannot "
-        f"read ({str(error).strip().splitlines()[0][:200]}); give a folder that save_to_preset "
-        "wrote, or a name that KerasHub knows."
+        f"{who}which keras_hub.models.{kind} cannot read ({first_line(error)[:200]}); give a "
+        "folder that save_to_preset or transformers wrote, or a name that KerasHub knows."
       ) from error
+
+  @functools.cached_property
+  def config(self) -> dict[str, Any]:
+    """The config of a folder of transformers; {} for other presets."""
+    path = os.path.join(self.preset, "config.json")
+    if not os.path.isfile(path):
+      return {}
+    with bounded.reading(path, "give a folder that transformers wrote"):
+      found = json.loads(files.read(path))
+    return found if "model_type" in found else {}
 
   def build_model(self) -> Any:
     """Returns the network; with adapters, those and the head alone, by name."""
@@ -105,33 +134,24 @@ class Pretrained(Task):
     own = {id(variable) for variable in backbone.variables}
     for variable in self.network.trainable_variables:
       variable.trainable = id(variable) not in own or _ADAPTER in variable.path
-    return {variable.path: variable for variable in self.network.trainable_variables}
+    return self.trained_alone()
 
-  def fit(self) -> dict[str, bytes]:
-    """Returns the digest of the preset's files, which a checkpoint of adapters needs again."""
-    return {_DIGEST: self._digest()}
-
-  def use(self, assets: Mapping[str, bytes]) -> None:
-    """Raises a ConfigError if the preset is another than the one that the run began with."""
-    if assets[_DIGEST] != self._digest():
-      raise ConfigError(
-        f"{type(self).__name__}.preset {self.preset!r} has other files than when the run began; "
-        "restore them, or choose another --model_dir."
-      )
-
-  def _digest(self) -> bytes:
+  def digest(self) -> str:
+    """Returns the digest of config and weights, or the name of a preset that KerasHub loads."""
     if not os.path.isdir(self.preset):
-      return self.preset.encode()
+      return self.preset
     content = hashlib.sha256()
-    for name in ("config.json", "model.weights.h5"):
-      path = os.path.join(self.preset, name)
+    weights = os.path.join(self.preset, "model.weights.h5")
+    found = safetensors_files.find(self.preset) if self.config else None
+    config = os.path.join(self.preset, "config.json")
+    for path in (config, *(safetensors_files.shards(found) if found else [weights])):
       with (
         bounded.reading(path, "give a folder that save_to_preset wrote"),
         open(path, "rb") as file,
       ):
         while block := file.read(2**20):
           content.update(block)
-    return content.hexdigest().encode()
+    return content.hexdigest()
 
 
 @loopwright.register
@@ -246,6 +266,69 @@ class FineTunedLM(Pretrained):
     return weighted_sum(tf.reshape(losses, [-1]), weight)
 
 
+class _Collected:
+  """A loader for KerasHub's converters that takes the weights, under the names of transformers."""
+
+  def __init__(self, stored: Mapping[str, safetensors_files.Stored]) -> None:
+    """Begins without any; `stored` is what the preset has."""
+    self._stored, self.values = stored, dict[str, np.ndarray]()
+
+  def get_tensor(self, key: str) -> np.ndarray:
+    """Returns what the preset has."""
+    return self._stored[self._name(key)].read()
+
+  def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
+    """Puts the elements of a weight where the converter would read them."""
+    name, value = self._name(hf_weight_key), np.array(keras_variable)
+    into = self.values.setdefault(name, self.get_tensor(name).astype(value.dtype))
+    turn = hook_fn or (lambda array, shape: array)
+    np.put(into, turn(np.arange(into.size).reshape(into.shape), list(value.shape)), value)
+    if not np.array_equal(turn(into, list(value.shape)), value):
+      raise ConfigError(f"{name!r} is not only moved by KerasHub; use --format=keras.")
+
+  def _name(self, key: str) -> str:
+    """Returns the whole name; KerasHub leaves out the first part, such as "bert."."""
+    return next((n for n in self._stored if n == key or n.endswith(f".{key}")), key)
+
+
+def to_transformers(task: Pretrained, to: str) -> None:
+  """Writes the network as a folder of transformers: the preset's, with the trained weights (host).
+
+  Raises:
+    ConfigError: the preset is no such folder, a classifier is no BERT, or `to` exists.
+  """
+  config, source = dict(task.config), safetensors_files.find(task.preset)
+  kind, classifies = config.get("model_type"), isinstance(task, FineTunedClassifier)
+  if source is None or kind is None or (classifies and kind != "bert") or os.path.exists(to):
+    raise ConfigError(
+      f"--format=transformers needs a preset of transformers, for a classifier of 'bert', and --to "
+      f"a new folder; here are {task.preset!r}, {kind!r} and {to!r}: use --format=keras."
+    )
+  if task.int8:  # the adapters belong to the whole matrices too
+    trained, task.int8 = task.trained_alone(), False
+    for name, variable in task.build_model().items():
+      variable.assign(trained[name])
+  from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
+
+  with safetensors_files.contents(source) as stored:
+    values = _Collected(stored)
+    converter = TransformersPresetLoader(task.preset, config).converter
+    converter.convert_weights(task.network.backbone, values, config)
+  named = values.values
+  if isinstance(task, FineTunedClassifier):
+    named = {f"bert.{name.removeprefix('bert.')}": value for name, value in named.items()}
+    head, labels = task.network.output_dense, dict(enumerate(task.labels))
+    named |= {"classifier.weight": np.array(head.kernel).T, "classifier.bias": np.array(head.bias)}
+    config |= {"architectures": ["BertForSequenceClassification"], "id2label": labels}
+    config |= {"hidden_act": "gelu_new", "label2id": {label: n for n, label in labels.items()}}
+  os.makedirs(to)
+  for name in os.listdir(task.preset):
+    if name.endswith((".json", ".txt", ".model")) and not name.endswith(safetensors_files.INDEX):
+      shutil.copy(os.path.join(task.preset, name), to)
+  files.atomic_write(os.path.join(to, "config.json"), json.dumps(config, indent=2).encode())
+  safetensors_files.write(os.path.join(to, f"model{safetensors_files.SUFFIX}"), named)
+
+
 def _is_frozen_matrix(layer: keras.Layer) -> bool:
   """Whether 8 bits leave gradients right: Keras's tied output layer passes them by rounding."""
   kinds = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedding)
@@ -263,19 +346,23 @@ def _keras_hub() -> Any:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Writes the network of a run as a preset (host)."""
+  """Writes the network of a run (host)."""
   from loopwright.from_config import load
 
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("run", help="the run folder")
-  parser.add_argument("--to", required=True, help="the folder of the new preset")
+  parser.add_argument("--to", required=True, help="the new folder")
+  parser.add_argument("--format", choices=("keras", "transformers"), default="keras")
   given = parser.parse_args(argv)
   task = load(given.run).task
   if not isinstance(task, Pretrained):
     raise ConfigError(
       f"{given.run!r} is a run of {type(task).__name__}, not of a pretrained model."
     )
-  task.network.save_to_preset(given.to)
+  if given.format == "keras":
+    task.network.save_to_preset(given.to)
+  else:
+    to_transformers(task, given.to)
   print(f"{given.to}: the network of {given.run}, {task.network.count_params():,} parameters")
 
 

@@ -77,8 +77,41 @@ def resnet50() -> Backbone:
   )
 
 
+class ReadAtEachStart(Task):
+  """A task whose model is what it trains; the rest is read from files, of which runs keep a digest.
+
+  Attributes:
+    read_from: the option that names the files, and its value.
+    network: the whole, once `build_model` has run.
+  """
+
+  read_from: tuple[str, str]
+  network: Any
+
+  def digest(self) -> str:
+    """Returns a digest of the files (host)."""
+    raise NotImplementedError
+
+  def trained_alone(self) -> dict[str, Any]:
+    """Returns the trainable variables of the network by name: a model, for checkpoints too."""
+    return {variable.path: variable for variable in self.network.trainable_variables}
+
+  def fit(self) -> dict[str, bytes]:
+    """Returns the digest, as a checkpoint of a part needs the same files again."""
+    return {f"{self.read_from[0]}.txt": self.digest().encode()}
+
+  def use(self, assets: Mapping[str, bytes]) -> None:
+    """Raises a ConfigError if the files are others than those that the run began with."""
+    option, path = self.read_from
+    if assets[f"{option}.txt"] != self.digest().encode():
+      raise ConfigError(
+        f"{type(self).__name__}.{option} {path!r} has other files than when the run began; restore "
+        "them, or choose another --model_dir."
+      )
+
+
 @loopwright.register
-class TransferLearning(Task):
+class TransferLearning(ReadAtEachStart):
   """Classification of RGB images: backbone, global average pooling, dense layers with ReLU, logits.
 
   Two classes use one logit and a sigmoid, more use one logit each and a softmax.
@@ -95,6 +128,7 @@ class TransferLearning(Task):
     unfreeze_step: int | None = None,
     momentum: float | None = None,
     weights: str | None = None,
+    head_only: bool = False,
     units: Sequence[int] = (512,),
     dropout: float = 0.5,
     flip: bool = False,
@@ -110,19 +144,22 @@ class TransferLearning(Task):
         uses and keeps its statistics. True trains all of it, with each replica's own statistics.
       unfreeze_step: with `fine_tune`: an optimizer "head" trains the layers after the backbone
         for this many steps, then an optimizer "all" trains everything but the backbone's batch
-        normalisation, which stays in inference mode. None trains everything from the start.
+        normalisation, which stays in inference mode. 0 trains so from the start, with one
+        optimizer; None trains everything from the start.
       momentum: of its moving statistics, when fine-tuned. None keeps that of keras.applications,
         0.999 for MobileNetV2: after 1,000 steps from scratch, 37 % of a statistic is still its
         initial value.
       weights: of the backbone: None for random ones, "imagenet" for Keras's download, or a path as
         for `WarmStart`; read whenever the model is built, in every mode.
+      head_only: of a frozen backbone with `weights`: checkpoints and averages have the head alone,
+        and a run needs the same weights to go on.
       units: of the dense layers after the pooling.
       dropout: rate after each of them.
       flip: mirror half of the training images, left to right.
 
     Raises:
-      ConfigError: images without three channels, fewer than two classes, an invalid momentum, or
-        `unfreeze_step` of a backbone that stays frozen.
+      ConfigError: images without three channels, fewer than two classes, an invalid momentum,
+        `unfreeze_step` of a backbone that stays frozen, or `head_only` of another.
     """
     if len(input_shape) != 3 or input_shape[2] != 3:
       raise ConfigError(
@@ -140,16 +177,35 @@ class TransferLearning(Task):
         f"TransferLearning.unfreeze_step is {unfreeze_step}, but fine_tune is False, which never "
         "trains the backbone; set TransferLearning.fine_tune = True."
       )
-    self._momentum, self._unfreeze_step = momentum, unfreeze_step
+    if head_only and (fine_tune or not weights):
+      raise ConfigError(
+        "TransferLearning.head_only is True, but checkpoints must have a backbone that "
+        f"{'is trained' if fine_tune else 'begins at random'}; set head_only = False"
+        f"{' or fine_tune = False' if fine_tune else ', or weights'}."
+      )
+    self._momentum, self._unfreeze_step, self._head_only = momentum, unfreeze_step, head_only
     self._data, self._backbone, self._weights = data, backbone, weights
+    self.read_from = ("weights", weights or "")
     self._shape, self._classes, self._fine_tune = tuple(input_shape), classes, fine_tune
     self._units, self._dropout, self._flip = tuple(units), dropout, flip
     self.chance_loss = math.log(classes)
     local = fine_tune and unfreeze_step is None
     self.accepted: Mapping[str, str] = _LOCAL_STATISTICS if local else {}
 
-  def build_model(self) -> keras.Model:
+  @property
+  def has_fit(self) -> bool:
+    """Whether the run keeps a digest of the weights."""
+    return self._head_only
+
+  def digest(self) -> str:
+    """Returns the digest of the weights, or the name of Keras's."""
+    weights = self.read_from[1]
+    return weights if weights == IMAGENET else WarmStart(path=weights).digest()
+
+  def build_model(self) -> keras.Model | dict[str, Any]:
     """Returns the network, with logits [n, 1] for two classes, otherwise [n, classes].
+
+    With `head_only`, it returns the variables of the head, by name.
 
     Raises:
       ConfigError: the weights cannot be downloaded or read.
@@ -165,7 +221,8 @@ class TransferLearning(Task):
     outputs = 1 if self._classes == 2 else self._classes
     small = keras.initializers.RandomNormal(stddev=0.01)  # so that training begins at chance
     last = keras.layers.Dense(outputs, kernel_initializer=small, dtype="float32", name="logits")
-    return keras.Model(image, last(features), name="transfer_learning")
+    self.network = keras.Model(image, last(features), name="transfer_learning")
+    return self.trained_alone() if self._head_only else self.network
 
   def source(self, split: str) -> Source:
     """Returns the images and labels of a split.
@@ -189,12 +246,12 @@ class TransferLearning(Task):
     """Returns all trainable variables; those after the backbone for the optimizer "head"."""
     if optimizer != "head":
       return super().variables_of(optimizer)
-    layers = [layer for layer in self.model.layers if not isinstance(layer, keras.Model)]
+    layers = [layer for layer in self.network.layers if not isinstance(layer, keras.Model)]
     return [variable for layer in layers for variable in layer.trainable_variables]
 
   def train_step(self, step: Step, batch: Batch) -> None:
     """Updates everything; with `unfreeze_step`, only the head before that step."""
-    if self._unfreeze_step is None:
+    if not self._unfreeze_step:
       super().train_step(step, batch)
       return
     frozen = step.number < self._unfreeze_step
@@ -203,7 +260,7 @@ class TransferLearning(Task):
 
   def forward(self, batch: Batch, training: bool) -> tf.Tensor:
     """Returns float32 logits."""
-    return tf.cast(self.model(batch["image"], training=training), tf.float32)
+    return tf.cast(self.network(batch["image"], training=training), tf.float32)
 
   def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
     """Cross-entropy."""

@@ -1,11 +1,18 @@
-"""Fine-tuning of KerasHub's models, from presets written here: beside Keras's fit, and resumed."""
+"""Fine-tuning of KerasHub's models, from folders written here: beside Keras's fit, and resumed.
+
+Those of Hugging Face's transformers are also computed with NumPy, before and after.
+"""
+
+import json
 
 import keras
 import numpy as np
 import pytest
 import runs
+import safetensors.numpy
 import tensorflow as tf
 
+import loopwright
 from loopwright import configurables, running
 from loopwright.errors import ConfigError
 from loopwright.models import models
@@ -14,6 +21,7 @@ from loopwright.tasks import pretrained
 from loopwright.tasks.language_model import TextFiles
 from loopwright.tasks.pretrained import FineTunedClassifier, FineTunedLM
 from loopwright.tasks.text_classification import text_files
+from loopwright.tools.exports import export
 
 hub = pytest.importorskip("keras_hub").models
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "film", "is", "good", "bad", "a"]
@@ -23,19 +31,123 @@ SIZES = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "intermediate_dim": 
 BATCH, STEPS, RATE = 6, 4, 0.1
 
 
+BERT = {
+  "model_type": "bert", "vocab_size": len(WORDS), "num_hidden_layers": 2, "num_attention_heads": 2,
+  "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 8,
+  "hidden_act": "gelu_new", "architectures": ["BertForMaskedLM"],
+}  # fmt: skip
+GPT2 = {
+  "model_type": "gpt2", "vocab_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16,
+  "resid_pdrop": 0.0, "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"],
+}  # fmt: skip
+
+
+def bert_shapes():
+  """Hugging Face's names -> shapes; a Linear has [out, in]."""
+  linear, norms = {"pooler.dense": (16, 16)}, ["embeddings.LayerNorm"]
+  for layer in ("encoder.layer.0", "encoder.layer.1"):
+    linear |= {f"{layer}.attention.self.{n}": (16, 16) for n in ("query", "key", "value")}
+    linear |= {f"{layer}.attention.output.dense": (16, 16)}
+    linear |= {f"{layer}.intermediate.dense": (32, 16), f"{layer}.output.dense": (16, 32)}
+    norms += [f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm"]
+  rows = {"word": len(WORDS), "position": 8, "token_type": 2}
+  shapes = {f"embeddings.{n}_embeddings.weight": (count, 16) for n, count in rows.items()}
+  shapes |= {f"{n}.{part}": (16,) for n in norms for part in ("weight", "bias")}
+  shapes |= {f"{n}.weight": shape for n, shape in linear.items()}
+  shapes |= {f"{n}.bias": shape[:1] for n, shape in linear.items()}
+  return {f"bert.{name}": shape for name, shape in shapes.items()}
+
+
+def gpt2_shapes():
+  """The same; a Conv1D has [in, out], and one has queries, keys and values."""
+  shapes = {"wte.weight": (8, 16), "wpe.weight": (16, 16), "ln_f.weight": (16,), "ln_f.bias": (16,)}
+  sizes = {"attn.c_attn": (16, 48), "attn.c_proj": (16, 16)}
+  sizes |= {"mlp.c_fc": (16, 64), "mlp.c_proj": (64, 16)}
+  for layer in ("h.0", "h.1"):
+    shapes |= {f"{layer}.{n}.{p}": (16,) for n in ("ln_1", "ln_2") for p in ("weight", "bias")}
+    shapes |= {f"{layer}.{n}.weight": shape for n, shape in sizes.items()}
+    shapes |= {f"{layer}.{n}.bias": shape[1:] for n, shape in sizes.items()}
+  return shapes
+
+
+def write(folder, config, shapes):
+  """A folder as transformers writes it, with a tensor that no network here has."""
+  folder.mkdir()
+  rng = np.random.default_rng(7)
+  values = {n: rng.normal(0, 0.3, shape).astype(np.float32) for n, shape in shapes.items()}
+  values["cls.predictions.bias"] = np.ones(3, np.float32)
+  safetensors.numpy.save_file(values, folder / "model.safetensors", {"format": "pt"})
+  (folder / "config.json").write_text(json.dumps(config))
+  (folder / "tokenizer_config.json").write_text('{"do_lower_case": true}')
+  (folder / "vocab.txt").write_text("\n".join(WORDS))
+  (folder / "vocab.json").write_text(json.dumps(PIECES))
+  (folder / "merges.txt").write_text("\n".join(MERGES))
+
+
+class Computed:
+  """Both architectures with NumPy in float64, of one row, from a file's arrays."""
+
+  def __init__(self, folder, head):
+    held = safetensors.numpy.load_file(folder / "model.safetensors") | head
+    self.of = {name.removeprefix("bert."): x.astype(np.float64) for name, x in held.items()}
+
+  def linear(self, x, name):
+    return x @ self.of[f"{name}.weight"].T + self.of[f"{name}.bias"]
+
+  def conv1d(self, x, name):
+    return x @ self.of[f"{name}.weight"] + self.of[f"{name}.bias"]
+
+  def norm(self, x, name, epsilon):
+    x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
+    return x * self.of[f"{name}.weight"] + self.of[f"{name}.bias"]
+
+  def attention(self, q, k, v, seen):
+    q, k, v = (each.reshape(len(each), 2, 8) for each in (q, k, v))
+    scores = np.exp(np.einsum("qhd,khd->hqk", q, k) / np.sqrt(8)) * seen
+    scores = scores / scores.sum(-1, keepdims=True)
+    return np.einsum("hqk,khd->qhd", scores, v).reshape(len(q), 16)
+
+  def gelu(self, x):
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+  def bert(self, token, segment, real):
+    """Returns the logits of the classes."""
+    x = self.of["embeddings.word_embeddings.weight"][token]
+    x = x + self.of["embeddings.token_type_embeddings.weight"][segment]
+    x = self.norm(x + self.of["embeddings.position_embeddings.weight"], "embeddings.LayerNorm", 0)
+    for layer in ("encoder.layer.0", "encoder.layer.1"):
+      own = f"{layer}.attention"
+      parts = (self.linear(x, f"{own}.self.{n}") for n in ("query", "key", "value"))
+      y = self.linear(self.attention(*parts, real), f"{own}.output.dense")
+      x = self.norm(x + y, f"{own}.output.LayerNorm", 0)
+      y = self.linear(self.gelu(self.linear(x, f"{layer}.intermediate.dense")),
+                      f"{layer}.output.dense")  # fmt: skip
+      x = self.norm(x + y, f"{layer}.output.LayerNorm", 0)
+    return self.linear(np.tanh(self.linear(x[0], "pooler.dense")), "classifier")
+
+  def gpt2(self, token, real):
+    """Returns the logits of the next tokens."""
+    x = self.of["wte.weight"][token] + self.of["wpe.weight"][: len(token)]
+    for layer in ("h.0", "h.1"):
+      parts = self.conv1d(self.norm(x, f"{layer}.ln_1", 1e-5), f"{layer}.attn.c_attn")
+      mixed = self.attention(*np.split(parts, 3, axis=-1), np.tri(len(token)) * real)
+      x = x + self.conv1d(mixed, f"{layer}.attn.c_proj")
+      y = self.conv1d(self.norm(x, f"{layer}.ln_2", 1e-5), f"{layer}.mlp.c_fc")
+      x = x + self.conv1d(self.gelu(y), f"{layer}.mlp.c_proj")
+    return self.norm(x, "ln_f", 1e-5) @ self.of["wte.weight"].T
+
+
 @pytest.fixture(scope="module")
 def presets(tmp_path_factory):
-  """A folder with the presets "bert" and "gpt2", films.csv and text.txt."""
+  """A folder with a preset "bert" of KerasHub, "gpt2" of transformers, films.csv and text.txt."""
   folder, rng = tmp_path_factory.mktemp("presets"), np.random.default_rng(0)
   keras.utils.set_random_seed(3)
   backbone = hub.BertBackbone(vocabulary_size=len(WORDS), max_sequence_length=8, **SIZES)
   read = hub.BertTextClassifierPreprocessor(hub.BertTokenizer(vocabulary=WORDS), sequence_length=8)
   made = hub.BertTextClassifier(backbone, num_classes=2, preprocessor=read, dropout=0.0)
   made.save_to_preset(str(folder / "bert"))
-  backbone = hub.GPT2Backbone(vocabulary_size=8, max_sequence_length=16, **SIZES)
-  tokenizer = hub.GPT2Tokenizer(vocabulary=PIECES, merges=MERGES)
-  read = hub.GPT2CausalLMPreprocessor(tokenizer, sequence_length=8)
-  hub.GPT2CausalLM(backbone, preprocessor=read).save_to_preset(str(folder / "gpt2"))
+  write(folder / "gpt2", GPT2, gpt2_shapes())
   texts = [" ".join(rng.choice(WORDS[5:], 5)) for _ in range(40)]
   lines = [f"{text},{'yes' if 'good' in text else 'no'}" for text in texts]
   (folder / "films.csv").write_text("\n".join(["text,label", *lines]))
@@ -43,16 +155,16 @@ def presets(tmp_path_factory):
   return folder
 
 
-def classifier(folder, **options):
+def classifier(folder, preset="bert", **options):
   data = text_files(train=str(folder / "films.csv"))
   options = {"lora_rank": 2, "length": 8, **options}
-  return FineTunedClassifier(data=data, preset=str(folder / "bert"), **options)
+  return FineTunedClassifier(data=data, preset=str(folder / preset), **options)
 
 
-def language_model(folder, **options):
+def language_model(folder, preset="gpt2", **options):
   corpus = TextFiles(path=str(folder / "text.txt"))
   options = {"lora_rank": 2, "length": 8, **options}
-  return FineTunedLM(corpus=corpus, preset=str(folder / "gpt2"), **options)
+  return FineTunedLM(corpus=corpus, preset=str(folder / preset), **options)
 
 
 def given(task, count):
@@ -62,6 +174,52 @@ def given(task, count):
     return {spec.name: part[spec.name] for spec in task.network.inputs}, part["label"]
   token = part["token"]
   return {"token_ids": token[:, :-1], "padding_mask": np.ones_like(token[:, 1:])}, token[:, 1:]
+
+
+@pytest.mark.parametrize(
+  ("make", "config", "shapes", "options"),
+  [
+    (classifier, BERT, bert_shapes, {}),
+    (language_model, GPT2, gpt2_shapes, {"lora_rank": None}),
+    (language_model, GPT2, gpt2_shapes, {"int8": True}),
+  ],
+)
+def test_folders_of_transformers_in_and_out(presets, tmp_path, make, config, shapes, options):
+  """What NumPy computes from the file is what the network does, untrained and written again."""
+  write(tmp_path / "in", config, shapes())
+  task = make(presets, preset=tmp_path / "in", **options)
+  task.build_model()
+  x = given(task, 1)[0]
+  row = [np.array(x[n])[0] for n in ("token_ids", "segment_ids", "padding_mask") if n in x]
+
+  def computed(folder, **head):
+    return getattr(Computed(folder, head), config["model_type"])(*row)
+
+  head = {v.path.replace("logits/", "classifier."): np.array(v) for v in task.network.variables}
+  head = {"classifier.weight": head["classifier.kernel"].T, **head} if make is classifier else {}
+  if not task.int8:
+    np.testing.assert_allclose(task.network(x)[0], computed(tmp_path / "in", **head), atol=2e-5)
+  rng = np.random.default_rng(5)
+  for variable in task.network.trainable_variables:
+    variable.assign(variable + rng.normal(0, 0.2, variable.shape))
+  trained = task.network(x)[0]
+  pretrained.to_transformers(task, str(tmp_path / "out"))
+  if options.get("int8"):  # the adapters are merged into the matrices that were not rounded
+    assert 1e-5 < np.abs(trained - task.network(x)[0]).max() < 0.2
+    trained = task.network(x)[0]
+  np.testing.assert_allclose(trained, computed(tmp_path / "out"), atol=2e-5)
+  before, after = (
+    safetensors.numpy.load_file(tmp_path / n / "model.safetensors") for n in ("in", "out")
+  )
+  assert after.keys() - {"classifier.weight", "classifier.bias"} == shapes().keys()
+  if task.lora_rank:
+    moved = {name for name in shapes() if not np.array_equal(before[name], after[name])}
+    assert len(moved) == {classifier: 2 * 2, language_model: 2}[make]  # queries and values alone
+  again = make(presets, preset=tmp_path / "out", lora_rank=None)
+  again.build_model()
+  one, other = (each.network.backbone(x) for each in (task, again))
+  for left, right in zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True):
+    np.testing.assert_allclose(left, right, atol=1e-6)
 
 
 def fitted(task):
@@ -148,16 +306,18 @@ def test_a_checkpoint_holds_the_adapters_alone_and_goes_on_to_the_bit(presets, m
       train("b", 9)
   finally:
     (presets / own[2] / "config.json").write_text(text)
-  to = tmp_path / "preset"
-  pretrained.main([str(tmp_path / "a"), f"--to={to}"])
-  task = make(presets)
-  task.build_model()
-  for variable in task.network.trainable_variables:
-    [key] = [n for n in kept if variable.path.replace("/", ".S") in n]
-    variable.assign(whole.get_tensor(key))
+  to, form = tmp_path / "preset", "keras" if make is classifier else "transformers"
+  pretrained.main([str(tmp_path / "a"), f"--to={to}", f"--format={form}"])
+  task = loopwright.load(tmp_path / "a").task
   kind = hub.TextClassifier if make is classifier else hub.CausalLM
   x, _ = given(task, 5)
-  np.testing.assert_allclose(kind.from_preset(str(to))(x), task.network(x), atol=1e-5)
+  logits = kind.from_preset(str(to))(x)  # its own matrices, merged
+  np.testing.assert_allclose(task.network(x), logits, atol=1e-5)
+  if make is classifier:
+    export.export(task, str(tmp_path / "export"))
+    serve = tf.saved_model.load(str(tmp_path / "export")).signatures["serving_default"]
+    served = serve(**{name: tf.cast(each, tf.int32) for name, each in x.items()})["probabilities"]
+    np.testing.assert_allclose(served, keras.ops.softmax(logits), atol=1e-6)
 
 
 @pytest.mark.whole
@@ -203,8 +363,20 @@ def test_wrong_options_are_one_line(presets, options, line):
     classifier(presets, **options)
 
 
-def test_a_preset_that_is_none_is_one_line(presets, tmp_path):
-  data = text_files(train=str(presets / "films.csv"))
-  task = FineTunedClassifier(data=data, preset=str(tmp_path))
-  with pytest.raises(ConfigError, match=r"which keras_hub.models.TextClassifier cannot read \("):
+@pytest.mark.parametrize(
+  ("config", "line"),
+  [
+    (BERT, r"which keras_hub.models.TextClassifier cannot read \(File does not contain tensor"),
+    (
+      BERT | {"hidden_act": "relu"},
+      "has hidden_act = 'relu', but KerasHub computes with 'gelu' or",
+    ),
+  ],
+)
+def test_a_preset_that_cannot_be_read_is_one_line(presets, tmp_path, config, line):
+  write(tmp_path / "in", config, {"wte.weight": (8, 16)})
+  task = classifier(presets, preset=tmp_path / "in")
+  with pytest.raises(ConfigError, match=line):
     task.build_model()
+  with pytest.raises(ConfigError, match=r"and --to a new folder; .* use --format=keras"):
+    pretrained.to_transformers(task, str(tmp_path))

@@ -9,8 +9,11 @@ import runs
 import tensorflow as tf
 from keras.src.utils import file_utils
 
+import loopwright
+from loopwright import configurables, running
 from loopwright.errors import ConfigError
 from loopwright.inputs.sources import ArraySource
+from loopwright.strategies import factories
 from loopwright.tasks import transfer_learning
 from loopwright.tasks.image_classification import ImageData
 from loopwright.tasks.transfer_learning import (
@@ -60,7 +63,7 @@ def normalised():
   def build(*, include_top, input_shape, weights):
     image = keras.Input(input_shape)
     convolved = keras.layers.Conv2D(4, 3, use_bias=False, name="conv")(image)
-    return keras.Model(image, keras.layers.BatchNormalization(momentum=0.5)(convolved))
+    return keras.Model(image, keras.layers.BatchNormalization(momentum=0.5, name="norm")(convolved))
 
   return Backbone(build=build, preprocess_input=mobilenet_v2().preprocess_input)
 
@@ -96,15 +99,6 @@ def test_the_backbone_is_trained_from_unfreeze_step_on(mirrored):
   assert np.abs(moved - before[0]).max() > 1e-6
   np.testing.assert_array_equal(same, before[1:])  # batch normalisation
   assert np.abs(task.model.get_layer("logits").get_weights()[0] - head[0]).max() > 1e-6
-
-
-def test_a_frozen_backbone_has_no_unfreeze_step():
-  with pytest.raises(ConfigError, match=r"unfreeze_step is 5, but fine_tune is False"):
-    make_task(unfreeze_step=5)
-
-
-def sigmoid(z):
-  return 1 / (1 + np.exp(-z))
 
 
 # ---- Networks ----
@@ -163,24 +157,22 @@ def test_half_of_the_training_images_are_mirrored():
   np.testing.assert_array_equal(task.preprocess(batch, training=False)["image"], IMAGES)
 
 
-# ---- Frozen ----
+# ---- Beside Keras ----
 
 
 @pytest.fixture(scope="module")
-def frozen():
-  """Two steps on two replicas: (trainer, all values before, metrics)."""
-  strategy = tf.distribute.MirroredStrategy(
-    ["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
+def weights(tmp_path_factory):
+  """A file of a backbone, with statistics that are not 0 and 1, as after a training."""
+  backbone = mobilenet_v2(alpha=0.35).build(
+    include_top=False, input_shape=(SIDE, SIDE, 3), weights=None
   )
-  trainer = make_trainer(make_task(), strategy)
-  _unlike_new(backbone_of(trainer.task.model))
-  before = [copies(strategy, v)[0] for v in trainer.task.model.variables]
-  metrics = trainer.train(tf.constant(2))
-  return trainer, before, metrics
+  _unlike_new(backbone)
+  path = str(tmp_path_factory.mktemp("weights") / "backbone.weights.h5")
+  backbone.save_weights(path)
+  return path
 
 
 def _unlike_new(backbone):
-  """Statistics that are not 0 and 1, as after a training."""
   for variable in backbone.non_trainable_variables:
     if "moving_mean" in variable.path:
       variable.assign(0.05 * RNG.normal(size=variable.shape))
@@ -188,43 +180,92 @@ def _unlike_new(backbone):
       variable.assign(0.1 + 0.1 * RNG.random(variable.shape))
 
 
-@pytest.mark.whole
-def test_a_frozen_backbone_stays_to_the_bit_on_every_replica(frozen):
-  trainer, before, _ = frozen
-  model, strategy = trainer.task.model, trainer.strategy
-  values = {
-    v.path: (old, copies(strategy, v)) for v, old in zip(model.variables, before, strict=True)
-  }
-  head = {path for path in values if path.startswith("logits/")}
-  assert len(head) == 2
-  assert sum("moving_mean" in path for path in values) == 52
-  for path, (old, replicas) in values.items():
-    for new in replicas:
-      assert np.array_equal(new, old) is (path not in head), path
-  assert [v.path for v in model.trainable_variables] == ["logits/kernel", "logits/bias"]
+def fitted(path, frozen):
+  """The weights before and after two steps of a plain Keras program."""
+  backbone = keras.applications.MobileNetV2(
+    input_shape=(SIDE, SIDE, 3), alpha=0.35, include_top=False, weights=path
+  )
+  for layer in backbone.layers:
+    layer.trainable = not (frozen or isinstance(layer, keras.layers.BatchNormalization))
+  image = keras.Input([SIDE, SIDE, 3])
+  pooled = keras.layers.GlobalAveragePooling2D()(backbone(image, training=False))
+  model = keras.Model(image, keras.layers.Dense(1)(pooled))
+  before = model.get_weights()
+  model.compile(keras.optimizers.SGD(RATE), keras.losses.BinaryCrossentropy(from_logits=True))
+  images = keras.applications.mobilenet_v2.preprocess_input(IMAGES.astype(np.float32))
+  model.fit(images, LABELS, batch_size=EXAMPLES, epochs=2, shuffle=False, verbose=0)
+  return before, model.get_weights()
 
 
-def test_the_head_is_trained_as_numpy_does_on_two_replicas(frozen):
-  """Logistic regression on what the backbone gives in inference mode."""
-  trainer, _, metrics = frozen
-  backbone = backbone_of(trainer.task.model)
-  pixels = IMAGES.astype(np.float32) / 127.5 - 1
-  features = backbone(pixels, training=False).numpy().mean(axis=(1, 2)).astype(np.float64)
-  keras.utils.set_random_seed(1)
-  kernel = make_task().build_model().get_layer("logits").get_weights()[0].astype(np.float64)
-  bias, losses, hits = np.zeros(1), [], []
-  for _ in range(2):
-    z = features @ kernel[:, 0] + bias
-    losses.append(np.mean(np.logaddexp(0, z) - LABELS * z))
-    hits.append(np.mean((z > 0) == LABELS))
-    slope = (sigmoid(z) - LABELS) / EXAMPLES
-    kernel = kernel - RATE * (features.T @ slope)[:, None]
-    bias = bias - RATE * slope.sum()
-  got = trainer.task.model.get_layer("logits").get_weights()
-  np.testing.assert_allclose(got[0], kernel, atol=1e-5)
-  np.testing.assert_allclose(got[1], bias, atol=1e-5)
-  assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
-  assert metrics["accuracy"] == pytest.approx(np.mean(hits))
+@pytest.mark.fast(frozen=[True], replicas=[2])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_it_trains_as_fit_does(weights, frozen, replicas):
+  """A frozen backbone stays to the bit; a fine-tuned one keeps its batch normalisation."""
+  before, expected = fitted(weights, frozen)
+  own = {"head_only": True} if frozen else {"fine_tune": True, "unfreeze_step": 0}
+  strategy = factories.mirrored(cpu_replicas=replicas) if replicas > 1 else factories.default()
+  task = make_task(weights=weights, **own)
+  trainer = make_trainer(task, strategy)
+  task.network.get_layer("logits").set_weights(before[-2:])
+  trainer.train(tf.constant(2))
+  assert min(np.abs(before[n] - expected[n]).max() for n in (-1, -2)) > 1e-3
+  for replica in runs.copies(strategy, task.network.weights):
+    for new, old, other in zip(replica, before, expected, strict=True):
+      np.testing.assert_allclose(new, other, atol=1e-5)
+      assert np.array_equal(new, old) or not frozen or old is before[-1] or old is before[-2]
+
+
+@loopwright.register
+def eight_images():
+  return data()
+
+
+@loopwright.register
+def of_one_layer():
+  return normalised()
+
+
+def test_a_checkpoint_has_the_head_alone_and_goes_on_to_the_bit(tmp_path):
+  backbone = normalised().build(include_top=False, input_shape=(SIDE, SIDE, 3), weights=None)
+  _unlike_new(backbone)
+  path = tmp_path / "backbone.weights.h5"
+  backbone.save_weights(path)
+
+  def train(folder, steps):
+    own = {
+      "data": "@eight_images()", "backbone": "@of_one_layer()", "input_shape": (SIDE, SIDE, 3),
+      "units": (3,), "weights": f"'{path}'", "head_only": True,
+    }  # fmt: skip
+    lines = [f"TransferLearning.{name} = {value}" for name, value in own.items()]
+    run = ["run.task = @TransferLearning()", f"run.train_steps = {steps}"]
+    configurables.parse([], [*lines, *run, "run.global_batch_size = 5"])
+    configurables.configured(running.run)(mode="train", model_dir=str(tmp_path / folder))
+    return tf.train.load_checkpoint(str(tmp_path / folder / "checkpoints" / f"ckpt-{steps}"))
+
+  whole = train("a", 6)
+  train("b", 3)
+  resumed = train("b", 6)
+  shapes = whole.get_variable_to_shape_map()
+  names = [name for name in shapes if name.startswith(("model", "optimizer"))]
+  for name in names:
+    np.testing.assert_array_equal(whole.get_tensor(name), resumed.get_tensor(name))
+  sizes = sorted(tuple(shapes[name]) for name in names if name.startswith("model"))
+  assert sizes == [(1,), (3,), (3, 1), (4, 3)]
+  task = loopwright.load(tmp_path / "a").task
+  for one, other in zip(backbone_of(task.network).weights, backbone.weights, strict=True):
+    np.testing.assert_array_equal(one, other)
+  export.export(task, str(tmp_path / "export"))
+  serve = tf.saved_model.load(str(tmp_path / "export")).signatures["serving_default"]
+  x = backbone(IMAGES.astype(np.float32) / 127.5 - 1).numpy().mean(axis=(1, 2))
+  one, two = (task.network.get_layer(name).get_weights() for name in ("hidden_0", "logits"))
+  logits = np.maximum(x @ one[0] + one[1], 0) @ two[0] + two[1]
+  served = serve(image=tf.constant(IMAGES))["probabilities"][:, 1:]
+  np.testing.assert_allclose(served, 1 / (1 + np.exp(-logits)), atol=1e-6)
+  backbone.layers[1].kernel.assign(0 * backbone.layers[1].kernel)
+  backbone.save_weights(path)
+  with pytest.raises(ConfigError, match="has other files than when the run began"):
+    train("b", 9)
 
 
 # ---- Export, with any backbone ----
@@ -342,6 +383,12 @@ def test_a_download_that_fails_is_one_line(monkeypatch, tmp_path):
     ),
     ({"classes": 1}, "classes is 1; it must be 2 or more"),
     ({"momentum": 1.0}, "momentum is 1.0; it must be 0 or more and below 1"),
+    ({"unfreeze_step": 5}, "unfreeze_step is 5, but fine_tune is False"),
+    ({"head_only": True}, "a backbone that begins at random; set head_only = False, or weights"),
+    (
+      {"head_only": True, "fine_tune": True, "weights": "a"},
+      "is trained; set head_only = False or",
+    ),
   ],
 )
 def test_options_that_cannot_be_are_refused(options, says):

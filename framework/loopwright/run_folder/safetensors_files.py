@@ -99,7 +99,8 @@ def write(path: str, values: Mapping[str, np.ndarray]) -> None:
   _library()
   from safetensors.numpy import save
 
-  content = save({name: np.ascontiguousarray(value) for name, value in values.items()})
+  arrays = {name: np.ascontiguousarray(value) for name, value in values.items()}
+  content = save(arrays, {"format": "pt"})  # which transformers asks for
   files.atomic_write(path, content)
 
 

@@ -33,7 +33,7 @@ _ABANDONED_S = 300.0
 def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
   """Writes what `task.export_signature()` serves as a SavedModel (host).
 
-  Signatures may use lookup tables and a `tf.Module` that are attributes of the task. A reader of
+  Signatures may use lookup tables and networks that are attributes of the task. A reader of
   `directory` always finds a complete export, except between the two renames that replace an older
   one: then it finds none. A power loss leaves the old one or the new one.
 
@@ -50,7 +50,8 @@ def export(task: Task, directory: str, *, is_chief: bool = True) -> None:
   module = tf.Module()
   module.model = task.model
   # Keras 3 does not track the seeds of random layers, but an LSTM reads its own when it serves.
-  module.variables_of_model = [models.raw(each) for each in models.all_variables(task.model)]
+  networks = [task.model, *filter(models.is_keras, vars(task).values())]  # with frozen parts
+  module.variables_of_model = [models.raw(v) for one in networks for v in models.all_variables(one)]
   module.held = [each for each in vars(task).values() if _is_served(each)]
   if is_chief:
     directory = directory.rstrip("/")
