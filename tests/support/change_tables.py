@@ -1,9 +1,8 @@
 """Writes docs/changing-a-run.md: its text, and a table of the rules that options declare.
 
-python -m tests.support.change_tables > docs/changing-a-run.md
+python -m tests.support.change_tables
 """
 
-import sys
 from pathlib import Path
 
 from loopwright.actions.base import Action
@@ -19,7 +18,8 @@ OPTIMIZERS = "Optimizers of both Kerases"
 
 def render() -> str:
   """Returns the page with its tables made anew."""
-  text = PAGE.read_text().partition(MARK)[0]
+  text, mark, _ = PAGE.read_text().partition(MARK)
+  assert mark, f"{PAGE} has lost its text; restore it: the command writes the page itself"
   about = "\nWritten by `python -m tests.support.change_tables`; tests/unit/changes tries each.\n"
   single: dict[str, list[str]] = {}
   whole: dict[Rule, list[str]] = {}
@@ -67,4 +67,4 @@ def row(shown: str, each: Rule) -> str:
 
 
 if __name__ == "__main__":
-  sys.stdout.write(render())
+  PAGE.write_text(render())
