@@ -26,7 +26,6 @@ def define(parser: Parser) -> None:
     "vary", "What varies, such as 'keras.Adam.learning_rate = log(1e-4, 1e-1)' or "
     "'run.seed = [0, 1]'; repeatable.",
   )  # fmt: skip
-  parser.text("space", None, "A file with a line for each --vary.")
   parser.choice("sampler", "tpe", SAMPLERS, "How values are chosen.")
   parser.whole("trials", None, "How many; default: 20, of a grid all.", at_least=1)
   parser.whole("jobs", 1, "How many trials at once.", at_least=1)
@@ -61,7 +60,7 @@ def run(parsed: Parsed) -> int:
   from loopwright.tools.sweep import space, study
 
   return sweep.run_trials(
-    files, params, space.read(values.vary, values.space, listed=values.sampler == "grid"),
+    files, params, space.read(values.vary, listed=values.sampler == "grid"),
     folder=values.dir or os.path.join("runs", f"{Path(files[0]).stem}-sweep"),
     sampling=study.Sampling(values.sampler, values.seed, prune=values.prune),
     trials=values.trials, jobs=values.jobs, storage=values.storage,

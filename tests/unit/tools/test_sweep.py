@@ -1,13 +1,11 @@
 """Sweeps, with a stub in place of training: what varies, what runs, what survives a kill."""
 
 import json
-import math
 import os
 import re
 import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,7 @@ from loopwright import commands
 from loopwright.errors import ConfigError, UsageError
 from loopwright.run_folder import folders
 from loopwright.tools.runs import repetitions
-from loopwright.tools.sweep import jobs, results, runner, space
+from loopwright.tools.sweep import jobs, runner, space
 
 CHECKED, OF = space.checked, jobs.Command.of
 STUB = Path(__file__).resolve().parents[2] / "support" / "trial_stub.py"
@@ -80,7 +78,7 @@ def rows(out):
 
 
 def read(*vary, listed=False):
-  return {each.name: each for each in space.read(vary, None, listed=listed)}
+  return {each.name: each for each in space.read(vary, listed=listed)}
 
 
 def test_what_varies_is_a_list_of_gin_values_or_a_range():
@@ -114,11 +112,6 @@ def test_several_vary_together():
   ]
 
 
-def test_a_file_has_a_line_for_each():
-  Path("space").write_text("# which\n\n x = [1]\ny = [2]\n")
-  assert [each.name for each in space.read(["z = [3]"], "space", listed=False)] == ["z", "x", "y"]
-
-
 @pytest.mark.parametrize(
   ("vary", "text"),
   [
@@ -139,7 +132,7 @@ def test_a_file_has_a_line_for_each():
 )
 def test_a_mistake_in_what_varies_is_one_line(vary, text):
   with pytest.raises(ConfigError) as raised:
-    space.read(vary, None, listed=False)
+    space.read(vary, listed=False)
   assert text in str(raised.value)
   assert "\n" not in str(raised.value)
 
@@ -160,13 +153,13 @@ def test_a_grid_needs_a_number_of_values():
 )
 def test_each_value_gets_the_check_of_the_config(vary, text):
   with pytest.raises(ConfigError) as raised:
-    CHECKED(["c.gin"], [], space.read([vary], None, listed=False))
+    CHECKED(["c.gin"], [], space.read([vary], listed=False))
   assert text in str(raised.value)
 
 
 def test_the_goal_is_that_of_the_actions():
   both = "run.optimizer, run.global_batch_size = [(@keras.SGD, 8), (@keras.Adam, 16)]"
-  varied = space.read([both], None, listed=False)
+  varied = space.read([both], listed=False)
 
   def facts(*params):
     return CHECKED(["c.gin"], params, varied)
@@ -324,48 +317,6 @@ def test_machines_share_a_sweep_by_its_storage(capsys, tmp_path):
   assert len(starts(1, "one/s")) == 1
 
 
-def test_time_by_batch_size_and_device():
-  def record(step, steps_per_s, rate):
-    known = {"steps_per_second": steps_per_s, "examples_per_second": rate}
-    return {"step": step, "split": "train", **known}
-
-  log = [record(10, 5.0, 50.0), {"step": 10, "split": "eval"}, record(30, 4.0, 100.0)]
-  assert results.pace(iter(log)) == (2 * 50 + 5 * 100, 7.0)
-  assert results.pace(iter([record(10, 0.0, math.inf)])) == (0, 0)
-
-
-def test_the_best_trial_of_each_batch_size_device_and_precision():
-  def trial(number, value, batch, devices, precision):
-    folder = Path(str(number))
-    folder.mkdir()
-    pace = {"steps_per_second": 4.0, "examples_per_second": 4.0 * batch}
-    log = [{"step": step, "split": "train", "wall_time": 1.0, **pace} for step in (10, 20)]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in log))
-    (folder / "operative_config.gin").write_text(f"run.precision = '{precision}'\n")
-    start = {"config": {"global batch size": str(batch)}}
-    (folder / "history.jsonl").write_text(f"{json.dumps(start)}\n")
-    (folder / "output.txt").write_text(f"task  T\nstrategy    {devices}\nbatch  1\n")
-    return types.SimpleNamespace(number=number, value=value)
-
-  mirrored = "MirroredStrategy, 2 replicas on GPU:0, GPU:1"
-  complete = [
-    trial(3, 0.9, 512, mirrored, "float32"),
-    trial(1, 0.8, 512, "OneDeviceStrategy, 1 replica on CPU:0", "float32"),
-    trial(0, 0.7, 512, mirrored, "float32"),  # worse than trial 3
-    trial(4, 0.6, 64, mirrored, "mixed_bfloat16"),
-    trial(2, 0.5, 64, mirrored, "float32"),
-  ]
-  study = types.SimpleNamespace(goal=space.Goal("f1", maximize=True), folder_of=str)
-  cells = [re.split("  +", each) for each in results.by_device(study, complete)]
-  assert cells == [
-    ["batch", "devices", "precision", "time", "examples/s", "f1", "trial"],
-    ["512", "1 CPU, OneDevice", "float32", "5.0 s", "2,048", "0.8", "1"],
-    ["64", "2 GPU, Mirrored", "float32", "5.0 s", "256", "0.5", "2"],
-    ["512", "2 GPU, Mirrored", "float32", "5.0 s", "2,048", "0.9", "3"],
-    ["64", "2 GPU, Mirrored", "mixed_bfloat16", "5.0 s", "256", "0.6", "4"],
-  ]
-
-
 def started(*given):
   code = SWEEP.format(support=str(STUB.parent), stub=str(STUB))
   environment = {**os.environ, "PYTHONPATH": str(Path(loopwright.__file__).parents[1])}
@@ -381,12 +332,7 @@ def test_a_trial_is_an_ordinary_run(capsys, monkeypatch):
   given = ["--vary=run.global_batch_size = [16]", "--vary=auto.cpu_replicas = [2]"]
   more = ["run.train_steps=4", "run.steps_per_loop=2"]
   assert sweep(*given, *more, "--sampler=grid", "--metric=accuracy") == 0
-  cost = results.cost_of("s/trial-0000")
-  assert cost[:3] == ("16", "2 CPU, Mirrored", "float32")
   log = [json.loads(line) for line in Path("s/trial-0000/metrics.jsonl").read_text().splitlines()]
-  seconds = sum(2 / each["steps_per_second"] for each in log if each["split"] == "train")
-  assert cost.seconds == pytest.approx(seconds, rel=1e-9)
-  assert cost.rate == pytest.approx(4 * 16 / seconds, rel=1e-9)
   assert f"{log[-1]['accuracy']:.5g}" in capsys.readouterr().out
   bindings = CHECKED(["s/best.gin"], [], []).bindings
   assert (bindings["run.global_batch_size"], bindings["auto.cpu_replicas"]) == ("16", "2")

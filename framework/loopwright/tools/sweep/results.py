@@ -1,19 +1,15 @@
-"""What a sweep gives: its table, best.gin, and the time by batch size and device."""
+"""What a sweep gives: its table, and best.gin."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from optuna.trial import FrozenTrial, TrialState
 
-from loopwright.errors import ConfigError, is_finite
-from loopwright.host.json_lines import Record
 from loopwright.run_folder import folders
 from loopwright.tools.runs import ls, repetitions
 from loopwright.tools.runs.repetitions import SEED
@@ -21,27 +17,6 @@ from loopwright.tools.sweep.jobs import OUTPUT
 from loopwright.tools.sweep.study import FAILURE, Study
 
 BEST = "best.gin"
-_STRATEGY = re.compile(r"^strategy +(\w+?)(?:Strategy)?, (\d+) replicas?(?: on (.*))?$", re.M)
-_MAX_OUTPUT = 2**16
-_TIMED = ("batch", "devices", "precision", "time", "examples/s")
-
-
-class Cost(NamedTuple):
-  """What a trial ran on, and its time.
-
-  Attributes:
-    batch: the global batch size.
-    devices: such as "2 CPU, Mirrored".
-    precision: the dtype policy.
-    seconds: in training loops, without start-up and evaluations.
-    rate: examples per second in those.
-  """
-
-  batch: str
-  devices: str
-  precision: str
-  seconds: float
-  rate: float
 
 
 def finish(study: Study) -> int:
@@ -54,8 +29,6 @@ def finish(study: Study) -> int:
   if not complete:
     print(f"no trial is complete; each has its output in {study.folder}/trial-*/{OUTPUT}")
     return 1
-  if len(lines := list(by_device(study, complete))) > 2:
-    print("\n".join(["", f"the best {study.goal.metric} by batch size and device:", *lines]))
   print()
   if path := write_best(study, complete[0]):
     print(f"wrote {path}: `loopwright train {path}` trains it again")
@@ -98,50 +71,6 @@ def table(study: Study, trials: Sequence[FrozenTrial]) -> Iterator[str]:
       ),
     ]
   )
-
-
-def by_device(study: Study, complete: Sequence[FrozenTrial]) -> Iterator[str]:
-  """Yields a table with the best of the trials for each batch size, device and precision.
-
-  Args:
-    study: see there.
-    complete: trials, the best first.
-  """
-  rows: dict[Sequence[str], list[str]] = {}
-  for trial in complete:
-    if cost := cost_of(study.folder_of(trial.number)):
-      end = [*cost[:3], f"{cost.seconds:.1f} s", f"{cost.rate:,.0f}", _number(trial.value)]
-      rows.setdefault(cost[:3], [*end, str(trial.number)])
-  ordered = sorted(rows.values(), key=lambda row: (row[1], row[2], row[0].zfill(12)))
-  yield from ls.table([[*_TIMED, study.goal.metric, "trial"], *ordered])
-
-
-def cost_of(path: str) -> Cost | None:
-  """Returns what a run ran on, and its time; None if its folder does not tell (host)."""
-  try:
-    run = folders.Run(path)
-    examples, seconds = pace(folders.log(path))
-    with open(os.path.join(path, OUTPUT), "rb") as file:
-      found = _STRATEGY.search(file.read(_MAX_OUTPUT).decode(errors="replace"))
-  except (ConfigError, OSError):
-    return None
-  config = folders.texts(run.start.get("config"))
-  batch = config.get("global batch size", "?")
-  devices = _devices(*found.groups()) if found else "?"
-  precision = run.bindings.get("run.precision", "?").strip("'\"")
-  return Cost(batch, devices, precision, seconds, examples / seconds if seconds else 0.0)
-
-
-def pace(log: Iterator[Record]) -> tuple[float, float]:
-  """Returns the examples and the seconds of all training loops."""
-  step, examples, seconds = 0, 0.0, 0.0
-  for record in log:
-    steps_per_s, rate = record.get("steps_per_second", 0), record.get("examples_per_second", 0)
-    known = is_finite(rate) and is_finite(steps_per_s) and steps_per_s > 0
-    if known and record.get("split") == "train":
-      spent = (record["step"] - step) / steps_per_s
-      step, seconds, examples = record["step"], seconds + spent, examples + spent * rate
-  return examples, seconds
 
 
 def write_best(study: Study, best: FrozenTrial) -> str | None:
@@ -191,11 +120,6 @@ def _number(value: float | None) -> str:
 def _shown(trial: FrozenTrial, name: str) -> str:
   value = trial.params.get(name, "-")
   return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _devices(strategy: str, replicas: str, names: str | None) -> str:
-  kind = re.sub(r":.*", "", names or "") or "device"
-  return f"{replicas} {kind}, {strategy}"
 
 
 def _replace(path: str, text: str) -> None:

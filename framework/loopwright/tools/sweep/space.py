@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from loopwright.configurables import reading
 from loopwright.errors import ConfigError, shown
-from loopwright.host import bounded, redaction
+from loopwright.host import redaction
 from loopwright.run_folder.folders import direction
 
 if TYPE_CHECKING:
@@ -91,26 +91,20 @@ class Facts(NamedTuple):
   goal: Goal | None
 
 
-def read(vary: Sequence[str], file: str | None, *, listed: bool) -> list[Dimension]:
+def read(vary: Sequence[str], *, listed: bool) -> list[Dimension]:
   """Returns what varies, references last: they may replace what uses another dimension (host).
 
   Args:
     vary: the values of --vary.
-    file: a file with a line for each; empty lines and lines that begin with # do not count.
     listed: ranges become lists, as a grid needs it.
 
   Raises:
     ConfigError: nothing varies, or not readable; or a name twice.
   """
-  lines = list(vary)
-  if file is not None:
-    content = bounded.content(file, "a file of --vary lines", remedy="mend it")
-    stripped = map(str.strip, content.decode(errors="replace").splitlines())
-    lines += [line for line in stripped if line and not line.startswith("#")]
-  if not lines:
+  if not vary:
     raise ConfigError(f"nothing varies; add --vary='NAME = ...' with {_FORMS}.")
   found, names = dict[str, Dimension](), set[str]()
-  for line in lines:
+  for line in vary:
     dimension = _dimension(line, listed=listed)
     for name in dimension.names:
       if name in names:
