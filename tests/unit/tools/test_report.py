@@ -141,9 +141,11 @@ def test_curves_are_the_lines_of_the_two_splits():
 
 
 def test_a_long_curve_keeps_evenly_spaced_points():
-  curve = data.Curve()
+  curve, one_of_many = data.Curve(), data.Curve(100)
   for step in range(10_000):
     curve.add(step, 0.0, float(step))
+    one_of_many.add(step, 0.0, 1.0)
+  assert one_of_many.steps == [*range(0, 10_000, 128)]
   assert curve.every == 8
   assert curve.steps == [*range(0, 10_000, 8)]
   assert curve.values == curve.steps
@@ -229,11 +231,12 @@ def test_no_text_of_a_run_becomes_markup(monkeypatch):
   ours = {
     *("html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "section", "div"),
     *("table", "thead", "tbody", "tr", "th", "td", "label", "select", "option", "input", "script"),
-    *("details", "summary", "figure", "figcaption", "pre", "img", "code"),
+    *("details", "summary", "figure", "figcaption", "pre", "img", "code", "main", "nav", "a"),
   }
   assert {tag for tag, _, _ in found.found} <= ours
   names = {name for _, attributes, _ in found.found for name in attributes}
   assert not [name for name in names if name.startswith("on")]
+  assert all(a["href"].startswith("#") for tag, a, _ in found.found if tag == "a")
   images = [attributes for tag, attributes, _ in found.found if tag == "img"]
   assert [each["src"][:22] for each in images] == ["data:image/png;base64,"]
   assert images[0]["alt"] == f"{EVIL}.png"
@@ -374,9 +377,12 @@ def test_201_runs_are_a_page_of_a_few_screens():
     make(f"runs/r{number}", *logs, line(2, "eval", loss=0.5), config=config, start=START)
   report("runs")
   with browser.opened(Path("r.html").resolve().as_uri()) as opened:
-    opened.wait("document.querySelectorAll('#plot-0 .scatterlayer .trace').length === 402")
+    opened.wait("document.querySelectorAll('#plot-0 .scatterlayer .trace').length === 24")  # colors
     assert opened.value("document.documentElement.scrollHeight") < 5 * 900
-    assert opened.value("document.querySelectorAll('.choose input').length") == 203
+    assert opened.value("document.querySelectorAll('.choose input').length") == 204
+    start = opened.value("document.querySelector('#results a').getAttribute('href')")
+    command = opened.value(f"document.querySelector('{start}').parentElement.textContent")
+    assert "tensorboard --logdir runs/r0" in command
     label = opened.value("document.getElementById('plot-1').getAttribute('aria-label')")
     assert label.startswith("x over steps, 201 curves. r0, train: 2 at step 2; r1, train: 2 at")
     assert label.endswith("; and 191 more")
@@ -390,17 +396,19 @@ def test_many_runs_are_sorted_colored_and_compared_in_a_browser():
     config = f"run.train_steps = 9\nx.rate = {10.0 ** -(number % 4)}\nx.kind = 'k{number % 2}'\n"
     make(f"runs/r{number}", *logs, line(3, "eval", loss=(number - 6) ** 2), config=config)
   report("runs")
-  with browser.opened(Path("r.html").resolve().as_uri()) as opened:
+  with browser.opened(Path("r.html").resolve().as_uri(), height=2000) as opened:
     opened.wait("document.querySelectorAll('#against .point').length === 12")
     first = "document.querySelector('#results tbody').rows[0].cells[0].textContent"
     opened.value("document.querySelectorAll('#results thead button')[3].click()")
     assert opened.value(first) == "r6"  # the least loss
     opened.value("document.querySelectorAll('#results thead button')[3].click()")
     assert opened.value(first) == "r0"
-    opened.value("document.querySelector('#results .filter input').value = 'r11'")
-    opened.value("document.querySelector('.filter input').dispatchEvent(new Event('input'))")
     shown = "[...document.querySelectorAll('#results tbody tr')].filter(row => !row.hidden).length"
-    assert opened.value(shown) == 1
+    box = "document.querySelector('#results .filter input')"
+    for text, count in (("r11", 1), ("", 12)):
+      opened.value(f"{box}.value = '{text}'; {box}.dispatchEvent(new Event('input'))")
+      assert opened.value(shown) == count
+      opened.wait(f"against.data[0].x.length === {count}")
     opened.value("binding.value = 'x.rate'; binding.dispatchEvent(new Event('change'))")
     found = opened.value("against.data[0].x")
     assert found == [10.0 ** -(n % 4) for n in range(12)]
@@ -437,7 +445,7 @@ def test_in_a_browser_it_draws_and_answers_clicks():
   drawn = "document.querySelectorAll('#plot-0 .scatterlayer .trace').length"
   with browser.opened(address) as opened:
     opened.wait(f"{drawn} === 4")
-    assert opened.value("[...document.querySelectorAll('.plot')].length") == 2
+    assert opened.value("[...document.querySelectorAll('#plots .plot')].length") == 2
     assert opened.value("document.getElementById('plot-0').data.map(each => each.y)") == [
       [2.0, None],
       [1.5],

@@ -50,7 +50,8 @@ def run(parsed: Parsed) -> int:
         each.faults = [fault.replace(folder, top) for fault in each.faults]
     goes_on = any(each.run and each.run.is_running() for each in shown)
     again_s = parsed.values.live_s if goes_on else 0
-    _write(parsed.values.output, page.html(shown, plotly=script, again_s=again_s))
+    place = parsed.arguments[0] if len(parsed.arguments) == 1 else ""
+    _write(parsed.values.output, page.html(shown, plotly=script, place=place, again_s=again_s))
     if not again_s:
       break
     time.sleep(again_s)

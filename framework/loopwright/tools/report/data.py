@@ -17,8 +17,8 @@ from loopwright.run_folder import damage, flights, folders
 from loopwright.tools import goodput
 
 VERIFY, MEDIA = "verify.json", "media"
-MOST_POINTS, MOST_SHOWN = 2000, 6
-"""Points of a curve; pictures or texts of a name."""
+MOST_POINTS, MOST_OF_ALL, MOST_SHOWN = 2000, 30_000, 6
+"""Points of a curve, those of all runs (but 100 each are kept); pictures or texts of a name."""
 _MAX_JSON, _MAX_MEDIUM, _MAX_MEDIA, _MAX_FILES = 2**24, 2**22, 2**25, 10_000
 _MEDIUM = re.compile(r"(.+)-(\d{1,18})\.(png|txt)")
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -34,7 +34,8 @@ class Curve:
     every: which points were kept.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, most: int = MOST_POINTS) -> None:
+    self._most = most
     self.steps, self.minutes, self.values = list[int](), list[float](), list[float | None]()
     self.every, self._count = 1, 0
 
@@ -45,7 +46,7 @@ class Curve:
       self.minutes.append(minute)
       self.values.append(value)
     self._count += 1
-    if len(self.steps) > MOST_POINTS:
+    if len(self.steps) > self._most:
       self.every *= 2
       del self.steps[1::2], self.minutes[1::2], self.values[1::2]
 
@@ -91,10 +92,11 @@ def read_all(paths: Sequence[str]) -> list[Shown]:
   tops = {os.path.dirname(os.path.normpath(path)) for path in paths}
   common = os.path.commonpath(tops) if len({os.path.isabs(top) for top in tops}) == 1 else ""
   names = [os.path.relpath(path, common) if len(paths) > 1 and common else path for path in paths]
-  return [read(path, name) for path, name in zip(paths, names, strict=True)]
+  most = min(MOST_POINTS, max(100, MOST_OF_ALL // max(len(paths), 1)))
+  return [read(path, name, most) for path, name in zip(paths, names, strict=True)]
 
 
-def read(path: str, name: str) -> Shown:
+def read(path: str, name: str, most: int = MOST_POINTS) -> Shown:
   """Returns what a report shows of a run folder; what is damaged is a fault (host)."""
   shown = Shown(name)
 
@@ -108,7 +110,7 @@ def read(path: str, name: str) -> Shown:
   nothing: Logged = ({}, {})
   shown.run = part(lambda: folders.Run(path), None)
   shown.faults += damage.faults(shown.run, path) if shown.run else []
-  shown.curves, shown.budget = part(lambda: logged(folders.log(path)), nothing)
+  shown.curves, shown.budget = part(lambda: logged(folders.log(path), most), nothing)
   shown.goodput = part(lambda: goodput.read(path), None)
   shown.workers = part(lambda: flights.rows(flights.read(path)), [])
   shown.verify = part(lambda: _verified(os.path.join(path, VERIFY)), {})
@@ -120,7 +122,7 @@ def read(path: str, name: str) -> Shown:
 Logged = tuple[dict[str, dict[str, Curve]], dict[str, float]]
 
 
-def logged(log: Iterable[Record]) -> Logged:
+def logged(log: Iterable[Record], most: int = MOST_POINTS) -> Logged:
   """Returns the curves and the time budget of a log."""
   curves: dict[str, dict[str, Curve]] = {}
   budget: dict[str, float] = {}
@@ -136,7 +138,7 @@ def logged(log: Iterable[Record]) -> Logged:
     elif split in ("train", "eval"):
       for name, value in values.items():
         if is_finite(value) or value in ("NaN", "Infinity", "-Infinity"):
-          curve = curves.setdefault(name, {}).setdefault(split, Curve())
+          curve = curves.setdefault(name, {}).setdefault(split, Curve(most))
           curve.add(record["step"], minute, float(value) if is_finite(value) else None)
   return curves, budget
 

@@ -6,8 +6,24 @@ const onLight = ["#1f77b4", "#c45500", "#1a7f37", "#d62728", "#8250c8",
                  "#8c564b", "#c2378f", "#6b7280", "#7c7a00", "#0e7f8c"];
 const onDark = ["#58a6ff", "#ff9e4a", "#56d364", "#ff7b72", "#c297ff",
                 "#d3a18f", "#f778ba", "#a8b3bf", "#d4d04a", "#4fd1de"];
+const shades = 24;  // colors of a numeric binding
+const isMany = data.runs.length > 20;  // then a binding colors them at first, and training is left out
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const by = document.getElementById("by"), smooth = document.getElementById("smooth");
+const find = id => document.getElementById(id);
+const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const escaped = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;");  // Plotly reads HTML
+const buttons = [["toImage", "zoom2d", "pan2d", "autoScale2d", "resetScale2d"]];  // none uploads
+const bindings = Object.keys(data.bindings);
+const hidden = new Set(), filtered = new Set();  // runs: without their box, without the filter's text
+const isShown = run => !hidden.has(run) && !filtered.has(run);
+
+function make(tag, attributes, ...children) {
+  const element = Object.assign(document.createElement(tag), attributes);
+  element.append(...children);
+  return element;
+}
+
+// Colors
 
 function contrast(red, green, blue) {  // on the page, WCAG 2; parts from 0 to 1
   const [r, g, b] = [red, green, blue].map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
@@ -15,29 +31,54 @@ function contrast(red, green, blue) {  // on the page, WCAG 2; parts from 0 to 1
   return (Math.max(own, page) + 0.05) / (Math.min(own, page) + 0.05);
 }
 
-function ofHue(hue) {  // the color of a hue, in degrees, that has 3.2 : 1 on the page
-  for (let light = dark.matches ? 0.45 : 0.55; light > 0 && light < 1; light += dark.matches ? 0.03 : -0.03) {
+function ofHue(hue, least = 3.2) {  // the color of a hue, in degrees, with this contrast on the page
+  for (let light = dark.matches ? 0.4 : 0.6; light > 0 && light < 1; light += dark.matches ? 0.02 : -0.02) {
     const part = n => {
       const k = (n + hue / 30) % 12;
-      return light - 0.65 * Math.min(light, 1 - light) * Math.max(-1, Math.min(k - 3, 9 - k, 1));
+      return light - 0.7 * Math.min(light, 1 - light) * Math.max(-1, Math.min(k - 3, 9 - k, 1));
     };
     const parts = [part(0), part(8), part(4)];
-    if (contrast(...parts) >= 3.2)
+    if (contrast(...parts) >= least)
       return "#" + parts.map(c => Math.round(255 * c).toString(16).padStart(2, "0")).join("");
   }
 }
 
-function color(index) {  // of a run: its own, or that of its value of a binding
-  const values = by && by.value ? data.bindings[by.value] : data.runs.map((_, i) => i);
-  const kinds = [...new Set(values)], numbers = kinds.map(Number);
-  if (by && by.value && numbers.every(Number.isFinite)) {  // from blue for the least to red
-    const rank = numbers.slice().sort((a, b) => a - b).indexOf(Number(values[index]));
-    return ofHue(240 - 240 * rank / Math.max(kinds.length - 1, 1));
+function ofKinds() {  // value of what colors the runs -> its color, in the order of a legend
+  const kinds = [...new Set(by && by.value ? data.bindings[by.value] : data.runs.keys())];
+  const numbers = kinds.filter(each => each !== "-");
+  if (by && by.value && numbers.every(each => Number.isFinite(Number(each)))) {
+    numbers.sort((a, b) => a - b);  // from blue for the least to red
+    const count = Math.min(numbers.length, shades), last = Math.max(count - 1, 1);
+    const hue = rank => 240 - 240 * Math.floor(rank * count / numbers.length) / last;
+    const none = numbers.length < kinds.length ? [["-", style("--soft")]] : [];
+    return new Map([...numbers.map((each, rank) => [each, ofHue(hue(rank))]), ...none]);
   }
-  const place = kinds.indexOf(values[index]);
-  if (kinds.length <= onLight.length) return (dark.matches ? onDark : onLight)[place];
-  return ofHue(137.508 * place % 360);  // no two alike, as the golden angle never comes round
+  if (kinds.length <= onLight.length)
+    return new Map(kinds.map((each, place) => [each, (dark.matches ? onDark : onLight)[place]]));
+  // No two alike, as the golden angle never comes round; neighbors differ in lightness too.
+  return new Map(kinds.map((each, place) => [each, ofHue(137.508 * place % 360, [3.2, 5, 8][place % 3])]));
 }
+
+let kindColors = new Map();
+const kind = run => by && by.value ? data.bindings[by.value][run] : run;
+const color = run => kindColors.get(kind(run));
+
+function drawLegend() {
+  const named = by.value ? [...kindColors] : [];
+  const parts = named.length > 12 && named.length > new Set(kindColors.values()).size
+    ? named.filter((_, n) => n % Math.ceil(named.length / 8) === 0 || n === named.length - 1) : named;
+  const chips = parts.slice(0, 40).map(([name, own]) => {
+    const mark = make("i");
+    mark.style.background = own;
+    return make("span", {}, mark, ` ${shortened(name)}`);
+  });
+  find("legend").replaceChildren(...(chips.length ? [`${by.value}: `, ...chips] : []));
+  find("legend").hidden = !chips.length;
+}
+
+const shortened = text => text.trim() === "" || !Number.isFinite(Number(text)) ? text : String(+Number(text).toPrecision(4));
+
+// Curves
 
 function smoothed(values) {  // an exponential moving average that starts without a bias
   const keep = Number(smooth.value);
@@ -49,32 +90,57 @@ function smoothed(values) {  // an exponential moving average that starts withou
     return sum / weight;
   });
 }
-const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const over = document.getElementById("over"), log = document.getElementById("log");
-const buttons = [["toImage", "zoom2d", "pan2d", "autoScale2d", "resetScale2d"]];  // none uploads
-const hidden = new Set();
-const escaped = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;");  // Plotly reads HTML
+
+const axis = () => ({gridcolor: style("--line"), zeroline: false, automargin: true, exponentformat: "power"});
+const base = () => ({
+  font: {color: style("--text"), size: 12}, paper_bgcolor: style("--page"), plot_bgcolor: style("--page"),
+  hovermode: "closest", hoverlabel: {namelength: -1, align: "left"},
+});
+const options = {responsive: true, displaylogo: false, modeBarButtons: buttons};
+
+function shownOf(plot) {  // without training if it is not wanted and there are evaluations
+  const some = plot.curves.filter(curve => isShown(curve.run)), evals = some.filter(curve => curve.split === "eval");
+  return training.checked || !evals.length ? some : evals;
+}
+
+function traces(plot) {  // curves of one color are one trace, with gaps: a plot of 300 runs stays quick
+  const found = new Map();
+  shownOf(plot).forEach(curve => {
+    const isEval = curve.split === "eval", own = color(curve.run), key = own + curve.split;
+    if (!found.has(key)) {
+      found.set(key, {
+        x: [], y: [], text: [], showlegend: false,
+        mode: isEval && !isMany ? "lines+markers" : "lines",
+        line: {color: own, width: isEval && !isMany ? 2 : 1, dash: isEval ? "solid" : "dot"}, marker: {size: isEval ? 5 : 1},
+        hovertemplate: "%{text}<br>%{x}: %{y:.6g}<extra></extra>",
+      });
+    }
+    const {x, y, text} = found.get(key), name = escaped(`${data.runs[curve.run]}, ${curve.split}`);
+    if (x.length) {
+      x.push(null);
+      y.push(null);
+      text.push("");
+    }
+    const values = isEval ? curve.values : smoothed(curve.values);
+    curve[over.value].forEach((at, index) => {
+      x.push(at);
+      y.push(values[index]);
+      text.push(name);
+    });
+  });
+  return [...found.values()];
+}
 
 function draw(element, plot) {
-  const traces = plot.curves.filter(curve => !hidden.has(curve.run)).map(curve => ({
-    x: curve[over.value], y: curve.split === "train" ? smoothed(curve.values) : curve.values, name: escaped(`${data.runs[curve.run]}, ${curve.split}`),
-    mode: curve.split === "eval" ? "lines+markers" : "lines", showlegend: false,
-    line: {color: color(curve.run), width: curve.split === "eval" ? 2 : 1,
-           dash: curve.split === "eval" ? "solid" : "dot"},
-    hoverlabel: {namelength: -1},
-  }));
-  const axis = {gridcolor: style("--line"), zeroline: false, automargin: true, exponentformat: "e"};
-  Plotly.react(element, traces, {
-    font: {color: style("--text")}, paper_bgcolor: style("--page"), plot_bgcolor: style("--page"),
-    title: {text: escaped(plot.name), font: {size: 14}, x: 0.02, xanchor: "left"}, margin: {l: 45, r: 10, t: 35, b: 40},
-    xaxis: {...axis, title: {text: over.value, font: {size: 12}}},
-    yaxis: {...axis, type: log.checked ? "log" : "linear"},
-  }, {responsive: true, displaylogo: false, modeBarButtons: buttons});
-  element.setAttribute("aria-label", told(plot));
+  Plotly.react(element, traces(plot), {
+    ...base(), title: {text: escaped(plot.name), font: {size: 14}, x: 0.02, xanchor: "left"},
+    margin: {l: 45, r: 10, t: 35, b: 40}, xaxis: {...axis(), title: {text: over.value, font: {size: 12}}},
+    yaxis: {...axis(), type: log.checked ? "log" : "linear"},
+  }, options);
 }
 
 function told(plot) {  // what someone hears who cannot see the plot
-  const shown = plot.curves.filter(curve => !hidden.has(curve.run));
+  const shown = shownOf(plot);
   const ends = shown.slice(0, 10).map(curve => {
     const last = curve.values[curve.values.length - 1], step = curve.steps[curve.steps.length - 1];
     return `${data.runs[curve.run]}, ${curve.split}: ${last === null ? "not finite" : +last.toPrecision(4)} at step ${step}`;
@@ -83,55 +149,165 @@ function told(plot) {  // what someone hears who cannot see the plot
   return `${plot.name} over ${over.value}, ${shown.length} curves. ${ends.join("; ")}${more}`;
 }
 
-function drawAll() {
-  document.querySelectorAll("#choose-runs i").forEach((mark, index) => {
-    mark.style.background = color(index);
+function last(plot, run) {  // the last value of an evaluation, else of training
+  const of = plot.curves.filter(each => each.run === run), curve = of.find(each => each.split === "eval") || of[0];
+  return curve ? curve.values[curve.values.length - 1] : null;
+}
+
+function explained(name) {  // how well a binding explains the first metric's last values: F, of their ranks by its quarters or values
+  const values = [...data.runs.keys()].map(run => last(data.plots[0], run));
+  const runs = [...data.runs.keys()].filter(run => values[run] !== null).sort((a, b) => values[a] - values[b]);
+  const ranks = new Map(runs.map((run, rank) => [run, rank])), of = run => data.bindings[name][run];
+  const kinds = [...new Set(runs.map(of))], isNumeric = kinds.every(each => Number.isFinite(Number(each)));
+  kinds.sort((a, b) => a - b);
+  const quarter = isNumeric && kinds.length > 4 ? kinds.length / 4 : 1, groups = new Map();
+  runs.forEach(run => {
+    const key = Math.floor(kinds.indexOf(of(run)) / quarter);
+    groups.set(key, [...groups.get(key) || [], ranks.get(run)]);
   });
-  data.plots.forEach((plot, index) => draw(document.getElementById(`plot-${index}`), plot));
-  drawAgainst();
+  const mean = list => list.reduce((a, b) => a + b, 0) / list.length, all = [...ranks.values()];
+  const spread = (list, center) => list.reduce((sum, each) => sum + (each - center) ** 2, 0);
+  const within = [...groups.values()].reduce((sum, list) => sum + spread(list, mean(list)), 0);
+  const free = runs.length - groups.size;
+  return free > 0 && groups.size > 1 ? (spread(all, mean(all)) / (within || 1e-9) - 1) * free / (groups.size - 1) : 0;
 }
 
 function drawAgainst() {  // the last value of a metric over a binding, a point for each run
-  const element = document.getElementById("against");
-  if (!element) return;
-  const [x, y] = ["binding", "metric"].map(name => document.getElementById(name).value);
-  const plot = data.plots.find(each => each.name === y);
-  const last = index => {
-    const of = plot.curves.filter(each => each.run === index);
-    const curve = of.find(each => each.split === "eval") || of[0];
-    return curve ? curve.values[curve.values.length - 1] : null;
-  };
-  const runs = data.runs.map((_, i) => i).filter(i => !hidden.has(i));
-  const numeric = data.bindings[x].every(each => Number.isFinite(Number(each)));
-  const values = runs.map(i => numeric ? Number(data.bindings[x][i]) : data.bindings[x][i]);
-  const spread = numeric && Math.min(...values) > 0 && Math.max(...values) / Math.min(...values) > 50;
-  const axis = {gridcolor: style("--line"), zeroline: false, automargin: true, exponentformat: "e"};
-  Plotly.react(element, [{
-    x: values, y: runs.map(last), text: runs.map(i => escaped(data.runs[i])), mode: "markers",
-    type: "scatter", marker: {size: 9, color: runs.map(color)}, hovertemplate: "%{text}<br>%{x}: %{y}<extra></extra>",
+  const [x, y] = [binding.value, metric.value], plot = data.plots.find(each => each.name === y);
+  const isNumeric = data.bindings[x].every(each => each === "-" || Number.isFinite(Number(each)));
+  const runs = [...data.runs.keys()].filter(i => isShown(i) && !(isNumeric && data.bindings[x][i] === "-"));
+  const values = runs.map(i => isNumeric ? Number(data.bindings[x][i]) : data.bindings[x][i]);
+  const isSpread = isNumeric && Math.min(...values) > 0 && Math.max(...values) / Math.min(...values) > 50;
+  const title = text => ({text: escaped(text), font: {size: 12}});
+  Plotly.react(against, [{
+    x: values, y: runs.map(run => last(plot, run)), text: runs.map(i => escaped(data.runs[i])), mode: "markers", type: "scatter",
+    marker: {size: 9, color: runs.map(color)}, hovertemplate: "%{text}<br>%{x}: %{y:.6g}<extra></extra>",
   }], {
-    font: {color: style("--text")}, paper_bgcolor: style("--page"), plot_bgcolor: style("--page"),
-    margin: {l: 45, r: 10, t: 10, b: 40}, xaxis: {...axis, type: numeric ? (spread ? "log" : "linear") : "category", title: {text: escaped(x), font: {size: 12}}},
-    yaxis: {...axis, type: log.checked ? "log" : "linear", title: {text: escaped(y), font: {size: 12}}},
-  }, {responsive: true, displaylogo: false, modeBarButtons: buttons});
-  element.setAttribute("aria-label", `${y} over ${x}, ${runs.length} runs`);
+    ...base(), margin: {l: 45, r: 10, t: 10, b: 40},
+    xaxis: {...axis(), type: isNumeric ? (isSpread ? "log" : "linear") : "category", title: title(x)},
+    yaxis: {...axis(), type: log.checked ? "log" : "linear", title: title(y)},
+  }, options);
 }
 
-function sortable(table) {  // a click on a head sorts the rows, a text above leaves some out
+// What is out of sight is drawn when it comes near, or before the page is printed.
+const stale = new Map(), near = new Set();
+const watcher = new IntersectionObserver(changes => {
+  changes.forEach(each => each.isIntersecting ? near.add(each.target) : near.delete(each.target));
+  drawStale([...near]);
+}, {rootMargin: "200px"});
+function drawStale(elements) {
+  elements.filter(each => stale.has(each)).forEach(each => {
+    const draws = stale.get(each);
+    stale.delete(each);
+    draws();
+  });
+}
+addEventListener("beforeprint", () => drawStale([...stale.keys()]));
+
+function drawAll() {
+  kindColors = ofKinds();
+  document.querySelectorAll("#choose-runs label").forEach((label, run) => {
+    label.hidden = filtered.has(run);
+    label.querySelector("i").style.background = color(run);
+  });
+  if (by) drawLegend();
+  data.plots.forEach((plot, index) => {
+    const element = find(`plot-${index}`);
+    element.setAttribute("aria-label", told(plot));
+    stale.set(element, () => draw(element, plot));
+  });
+  if (find("against")) {
+    against.setAttribute("aria-label", `The last ${metric.value} over ${binding.value}, a point for each run`);
+    stale.set(against, drawAgainst);
+  }
+  drawStale([...near]);
+}
+
+function choice(id, text, values, first) {
+  const choices = values.map(each => make("option", {value: each, textContent: each}));
+  if (first) choices.unshift(make("option", {value: "", textContent: first}));
+  const select = make("select", {id}, ...choices);
+  select.addEventListener("change", drawAll);
+  return make("label", {}, `${text} `, select);
+}
+
+function option(id, text, attributes) {
+  const input = make("input", {id, ...attributes});
+  input.addEventListener("change", drawAll);
+  return make("label", {}, ...(input.type === "checkbox" ? [input, ` ${text}`] : [`${text} `, input]));
+}
+
+const boxes = () => [...document.querySelectorAll("#choose-runs input")];
+function readBoxes() {
+  hidden.clear();
+  boxes().forEach((box, index) => box.checked || hidden.add(index));
+  drawAll();
+}
+
+function chooseRun(name, index) {
+  const box = make("input", {type: "checkbox", checked: true, id: `run-${index}`});
+  box.addEventListener("change", readBoxes);
+  return make("label", {}, box, " ", make("i"), ` ${name}`);
+}
+
+function allOrNone() {
+  const button = make("button", {textContent: "all or none"});
+  button.addEventListener("click", () => {
+    const all = hidden.size > 0;
+    boxes().forEach(box => box.checked = all);
+    readBoxes();
+  });
+  return button;
+}
+
+function plotElement(id) {
+  const element = make("div", {id, className: "plot"});
+  element.setAttribute("role", "group");  // no "img": Plotly's buttons are in it
+  watcher.observe(element);
+  return element;
+}
+
+if (data.plots.length) {
+  const range = {type: "range", min: 0, max: 0.98, step: 0.02, value: 0};
+  find("controls").append(
+    make("p", {id: "choose-runs", className: "choose"}, ...(data.runs.length > 2 ? [allOrNone(), " "] : []),
+         ...data.runs.map(chooseRun)),
+    make("p", {className: "choose"}, choice("over", "over", ["steps", "minutes"]), option("log", "logarithmic", {type: "checkbox"}),
+         option("training", "training too", {type: "checkbox", checked: !isMany}),
+         ...(bindings.length ? [choice("by", "colors by", bindings, "run")] : []), option("smooth", "smoothing of training", range)),
+    make("p", {id: "legend", className: "choose", hidden: true}),
+    make("p", {className: "about", textContent: "Dotted: training, the mean of each loop. Solid: evaluation."}));
+  find("plots").append(...data.plots.map((_, index) => plotElement(`plot-${index}`)));
+  if (bindings.length) {
+    find("comparison").append(
+      make("h3", {textContent: "Results over bindings"}),
+      make("p", {className: "choose"}, choice("metric", "the last", data.plots.map(each => each.name)), choice("binding", "over", bindings)),
+      plotElement("against"));
+  }
+}
+const [over, by, smooth, log, training] = ["over", "by", "smooth", "log", "training"].map(find);
+if (bindings.length) {
+  const first = bindings.map(each => [explained(each), each]).reduce((best, each) => each[0] > best[0] ? each : best)[1];
+  binding.value = first;
+  if (isMany) by.value = first;
+}
+
+// Tables
+
+function sortable(table, number) {  // a click on a head sorts the rows, a text above leaves some out
   const body = table.tBodies[0], rows = [...body.rows];
   if (rows.length < 3) return;
   const value = text => text.trim() === "" || text === "-" ? NaN : Number(text.replace(/[,%]| s$/g, ""));
   table.querySelectorAll("thead th").forEach((head, column) => {
-    const button = document.createElement("button");
-    button.textContent = head.textContent;
+    const button = make("button", {}, ...head.childNodes);
     head.replaceChildren(button);
     button.addEventListener("click", () => {
       const down = head.getAttribute("aria-sort") === "ascending";
       table.querySelectorAll("thead th").forEach(each => each.removeAttribute("aria-sort"));
       head.setAttribute("aria-sort", down ? "descending" : "ascending");
+      const texts = new Map(rows.map(row => [row, row.cells[column].textContent]));
       rows.sort((a, b) => {
-        const [one, other] = [a, b].map(row => row.cells[column].textContent);
-        const [x, y] = [value(one), value(other)];
+        const [one, other] = [texts.get(a), texts.get(b)], [x, y] = [value(one), value(other)];
         const order = Number.isNaN(x) || Number.isNaN(y)
           ? Number.isNaN(x) - Number.isNaN(y) || one.localeCompare(other, "en", {numeric: true}) : x - y;
         return down ? -order : order;
@@ -139,66 +315,57 @@ function sortable(table) {  // a click on a head sorts the rows, a text above le
       body.append(...rows);
     });
   });
-  if (rows.length <= 8) return;
-  const label = document.createElement("label"), box = document.createElement("input");
-  box.type = "search";
-  label.className = "filter";
-  label.append("rows with ", box);
-  table.parentElement.before(label);
-  box.addEventListener("input", () => rows.forEach(row => {
-    row.hidden = !row.textContent.toLowerCase().includes(box.value.toLowerCase());
-  }));
+  if (rows.length > (table.closest("#results") ? 8 : 20)) filter(table, rows, number);
 }
 
-function chooseRun(name, index) {
-  const label = document.createElement("label"), box = document.createElement("input");
-  box.type = "checkbox";
-  box.checked = true;
-  box.id = `run-${index}`;
-  box.addEventListener("change", () => {
-    if (box.checked) hidden.delete(index); else hidden.add(index);
-    drawAll();
-  });
-  label.append(box, " ", document.createElement("i"), ` ${name}`);
-  document.getElementById("choose-runs").append(label);
-}
-
-if (data.plots.length) {
-  data.plots.forEach((_, index) => {
-    const element = document.createElement("div");
-    element.className = "plot";
-    element.setAttribute("role", "img");
-    element.id = `plot-${index}`;
-    document.getElementById("plots").append(element);
-  });
-  data.runs.forEach(chooseRun);
-  const all = document.createElement("button");
-  all.textContent = "all or none";
-  all.addEventListener("click", () => {
-    const none = hidden.size === 0;
-    document.querySelectorAll("#choose-runs input").forEach((box, index) => {
-      box.checked = !none;
-      if (none) hidden.add(index); else hidden.delete(index);
+function filter(table, rows, index) {  // that of the results leaves runs out of the curves too
+  const isResults = table.closest("#results") !== null, box = make("input", {type: "search", id: `filter-${index}`});
+  const numbers = new Map(data.runs.map((name, index) => [name, index]));
+  let waits = 0;
+  table.parentElement.before(make("label", {className: "filter"}, isResults ? "runs with " : "rows with ", box));
+  box.addEventListener("input", () => {
+    rows.forEach(row => {
+      row.hidden = !row.textContent.toLowerCase().includes(box.value.toLowerCase());
+      const run = isResults ? numbers.get(row.cells[0].textContent) : undefined;
+      if (run !== undefined) filtered[row.hidden ? "add" : "delete"](run);
     });
-    drawAll();
+    clearTimeout(waits);
+    if (isResults && data.plots.length) waits = setTimeout(drawAll, 200);
   });
-  if (data.runs.length > 2) document.getElementById("choose-runs").prepend(all, " ");
-  [over, by, smooth, ...document.querySelectorAll("#binding, #metric")].forEach(each => each && each.addEventListener("change", drawAll));
-  log.addEventListener("change", drawAll);
-  dark.addEventListener("change", drawAll);
-  drawAll();
 }
+
+function linkStarts() {  // from each run's results to its last start, with the command of TensorBoard
+  const heads = document.querySelectorAll("#environment th"), places = new Map([...heads].map(each => [each.textContent, each]));
+  document.querySelectorAll("#results tbody th").forEach((cell, index) => {
+    const place = places.get(cell.textContent);
+    if (!place) return;
+    place.id = `start-${index}`;
+    cell.replaceChildren(make("a", {href: `#start-${index}`, title: "its last start, and TensorBoard"}, ...cell.childNodes));
+  });
+}
+
+linkStarts();
 document.querySelectorAll("table").forEach(sortable);
-const kept = [...document.querySelectorAll("select, .choose input")].filter(each => each.id);
-if (document.querySelector("meta[http-equiv=refresh]")) {  // a live page is loaded again
+
+// A live page is loaded again, with what was chosen.
+const kept = [...document.querySelectorAll("select, .choose input, .filter input")];
+const state = each => each.type === "checkbox" ? each.checked : each.value;
+const heads = [...document.querySelectorAll("thead th")];
+if (document.querySelector("meta[http-equiv=refresh]")) {
   const at = JSON.parse(sessionStorage.getItem("report") || "{}");
-  kept.forEach(each => {
-    if (each.id in at && at[each.id] !== (each.type === "checkbox" ? each.checked : each.value)) {
-      if (each.type === "checkbox") each.checked = at[each.id]; else each.value = at[each.id];
-      each.dispatchEvent(new Event("change"));
-    }
+  kept.filter(each => at.kept && each.id in at.kept).forEach(each => {
+    each[each.type === "checkbox" ? "checked" : "value"] = at.kept[each.id];
+    if (each.type === "search") each.dispatchEvent(new Event("input"));
   });
-  scrollTo(0, at.scroll || 0);
-  addEventListener("pagehide", () => sessionStorage.setItem("report", JSON.stringify({scroll: scrollY,
-    ...Object.fromEntries(kept.map(each => [each.id, each.type === "checkbox" ? each.checked : each.value]))})));
+  boxes().forEach((box, index) => box.checked || hidden.add(index));
+  (at.sorts || []).filter(([index]) => heads[index]).forEach(([index, clicks]) => {
+    for (let n = 0; n < clicks; n++) heads[index].firstChild.click();
+  });
+  addEventListener("load", () => scrollTo(0, at.scroll || 0));
+  addEventListener("pagehide", () => sessionStorage.setItem("report", JSON.stringify({
+    scroll: scrollY, kept: Object.fromEntries(kept.map(each => [each.id, state(each)])),
+    sorts: heads.map((head, index) => [index, ["ascending", "descending"].indexOf(head.getAttribute("aria-sort")) + 1]).filter(each => each[1]),
+  })));
 }
+dark.addEventListener("change", () => data.plots.length && drawAll());
+if (data.plots.length) drawAll();

@@ -24,17 +24,18 @@ _LAST = (
   *("communication_s", "start_s", "examples_per_second", "steps_per_second"),
   *("model_flops_per_s", "mfu"),
 )
-_MOST_PLOTS, _MOST_COLUMNS, _TALL = 60, 4, 20
-"""Plots; runs beside one another in a table; rows that are shown without scrolling."""
+_MOST_COLUMNS, _MOST_BINDINGS, _TALL = 4, 8, 20
+"""Runs beside one another in a table; bindings beside results; rows without scrolling."""
 _HERE = Path(__file__).parent
 
 
-def html(runs: Sequence[Shown], *, plotly: str, again_s: int = 0) -> str:
+def html(runs: Sequence[Shown], *, plotly: str, place: str = "", again_s: int = 0) -> str:
   """Returns the page.
 
   Args:
     runs: what it shows; see `data.read`.
     plotly: the text of plotly.js.
+    place: the folders that they are in, for the title of many.
     again_s: the browser loads the page again after so many seconds; 0 for never.
   """
   nonce = secrets.token_urlsafe(16)
@@ -43,7 +44,11 @@ def html(runs: Sequence[Shown], *, plotly: str, again_s: int = 0) -> str:
     "img-src data: blob:; base-uri 'none'; form-action 'none'"
   )
   script = f'<script nonce="{nonce}"'
-  title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
+  many = f"{len(runs)} runs{place and ' in '}{place}"
+  title = many if len(runs) > 2 else " and ".join(run.name for run in runs)
+  again = f", again every {again_s} s while a run goes on" if again_s else ""
+  bodies = [(name, "\n".join(lines(runs))) for name, lines in SECTIONS.items()]
+  found = [(name, name.lower().replace(" ", "-"), body) for name, body in bodies if body]
   return "\n".join(
     [
       '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
@@ -51,13 +56,19 @@ def html(runs: Sequence[Shown], *, plotly: str, again_s: int = 0) -> str:
       '<meta name="viewport" content="width=device-width, initial-scale=1">',
       f'<meta http-equiv="refresh" content="{again_s}">' * bool(again_s),
       f"<title>{safe(title)}</title>\n<style>{(_HERE / 'page.css').read_text()}</style></head>",
-      f"<body><h1>{safe(title)}</h1>",
-      f"<p class=about>Written {time.strftime('%Y-%m-%d %H:%M')}</p>",
-      *(_section(name, list(lines(runs))) for name, lines in SECTIONS.items()),
+      f"<body><main><h1>{safe(title)}</h1>",
+      f"<p class=about>Written {time.strftime('%Y-%m-%d %H:%M:%S')}{again}</p>",
+      "<nav>",
+      *(f'<a href="#{anchor}">{name}</a>' for name, anchor, _ in found),
+      "</nav>",
+      *(
+        f'<section id="{anchor}"><h2>{name}</h2>\n{body}\n</section>'
+        for name, anchor, body in found
+      ),
       f'{script} type="application/json" id="data">{inert(drawn(runs))}</script>',
       f"{script}>{plotly}</script>",
       f"{script}>{(_HERE / 'page.js').read_text()}</script>",
-      "</body></html>\n",
+      "</main></body></html>\n",
     ]
   )
 
@@ -76,12 +87,10 @@ def inert(value: object) -> str:
 
 def drawn(runs: Sequence[Shown]) -> dict[str, Any]:
   """Returns what page.js draws: names of runs, plots with their curves, bindings that differ."""
-  names = plotted(runs)
+  plots = [{"name": printable(n), "curves": list(_curves(runs, n))} for n in plotted(runs)]
   return {
     "runs": [printable(run.name) for run in runs],
-    "plots": [
-      {"name": printable(name), "curves": list(_curves(runs, name))} for name in names[:_MOST_PLOTS]
-    ],
+    "plots": plots,
     "bindings": {printable(name): [*map(printable, row)] for name, *row in varied(runs)},
   }
 
@@ -121,12 +130,6 @@ def _place(name: str) -> tuple[int, int | str, str]:
   return (2, _LAST.index(name), name) if name in _LAST else (1, 0, name)
 
 
-def _section(name: str, lines: Sequence[str]) -> str:
-  anchor = name.lower().replace(" ", "-")
-  body = "\n".join(lines)
-  return f'<section id="{anchor}"><h2>{name}</h2>\n{body}\n</section>' if lines else ""
-
-
 def _faults(runs: Sequence[Shown]) -> Iterator[str]:
   faults = [f"{run.name}: {fault}" for run in runs for fault in run.faults]
   paragraphs = "".join(f"<p class=bad>{safe(each)}</p>" for each in faults)
@@ -137,61 +140,48 @@ def _faults(runs: Sequence[Shown]) -> Iterator[str]:
 def _results(runs: Sequence[Shown]) -> Iterator[str]:
   rows = {run.name: diff.results(run.run) for run in runs if run.run}
   heads = list(dict.fromkeys(name for row in rows.values() for name in row))
+  more = varied(runs)[:_MOST_BINDINGS] if len(runs) > _MOST_COLUMNS else []
+  values = {run.name: [_short(row[index]) for row in more] for index, run in enumerate(runs, 1)}
   if rows:
-    body = [[path, *(row.get(name, "") for name in heads)] for path, row in rows.items()]
-    yield table(["run", *heads], body)
+    body = [
+      [name, *(row.get(head, "") for head in heads), *values[name]] for name, row in rows.items()
+    ]
+    yield table(["run", *heads, *(name for name, *_ in more)], body)
+
+
+def _short(value: str) -> str:
+  """Returns a number with six digits, another value as it is."""
+  try:
+    return f"{float(value):.6g}"
+  except ValueError:
+    return value
 
 
 def _repetitions(runs: Sequence[Shown]) -> Iterator[str]:
   names = {run.run.path: run.name for run in runs if run.run}
   rows: list[Sequence[str]] = []
   for group in repetitions.alike([run.run for run in runs if run.run]):
-    more = [f"and {len(group) - 10} more"] if len(group) > 10 else []
-    told = ", ".join([*(names[run.path] for run in group[:10]), *more])
+    told = _some([names[run.path] for run in group])
     rows += [(told, *row) for row in repetitions.rows(group)]
   if rows:
     yield table(["runs that differ in the seed alone", *repetitions.HEADS], rows)
 
 
+def _some(names: Sequence[str]) -> str:
+  more = [f"and {len(names) - 10} more"] if len(names) > 10 else []
+  return ", ".join([*names[:10], *more])
+
+
 def _plots(runs: Sequence[Shown]) -> Iterator[str]:
-  names, bindings = plotted(runs), [printable(name) for name, *_ in varied(runs)]
   yield from _constants(runs)
-  if not names:
+  if not plotted(runs):
     return
-  yield '<p id="choose-runs" class=choose></p>'
-  yield (
-    '<p class=choose><label>over <select id="over"><option value="steps">steps</option>'
-    '<option value="minutes">minutes</option></select></label> '
-    '<label><input type="checkbox" id="log"> logarithmic</label> '
-    f"{_choice('by', 'colors by', ['run', *bindings]) if bindings else ''} "
-    '<label>smoothing of training <input type="range" id="smooth" min="0" max="0.98" step="0.02" '
-    'value="0"></label></p>'
-  )
-  yield "<p class=about>Dotted: training, the mean of each loop. Solid: evaluation.</p>"
-  yield '<div id="plots"></div>'
-  if bindings:
-    metrics = [printable(name) for name in names[:_MOST_PLOTS]]
-    yield f"<h3>Results over bindings</h3><p class=choose>{_choice('metric', 'the last', metrics)} "
-    yield f'{_choice("binding", "over", bindings)}</p><div id="against" role="img"></div>'
-  if len(names) > _MOST_PLOTS:
-    yield f"<p class=about>Not drawn: {safe(', '.join(names[_MOST_PLOTS:]))}</p>"
-  thinned = {
-    name
-    for run in runs
-    for name, splits in run.curves.items()
-    if any(curve.every > 1 for curve in splits.values())
-  }
-  if thinned:
-    yield f"<p class=about>Not every point is drawn of: {safe(', '.join(sorted(thinned)))}</p>"
-
-
-def _choice(name: str, told: str, options: Sequence[str]) -> str:
-  values = ("" if name == "by" and not index else each for index, each in enumerate(options))
-  parts = (
-    f'<option value="{safe(value)}">{safe(each)}</option>'
-    for value, each in zip(values, options, strict=True)
-  )
-  return f'<label>{told} <select id="{name}">{"".join(parts)}</select></label>'
+  yield '<div id="controls"></div><div id="plots"></div><div id="comparison"></div>'
+  every = [
+    curve.every for run in runs for splits in run.curves.values() for curve in splits.values()
+  ]
+  if max(every) > 1:
+    yield f"<p class=about>Of the longest curve one of {max(every)} points is drawn.</p>"
 
 
 def _constants(runs: Sequence[Shown]) -> Iterator[str]:
@@ -232,12 +222,12 @@ def _goodput(runs: Sequence[Shown]) -> Iterator[str]:
   if found:
     known = [run for run in runs if run.goodput]
     yield by_run("part", known, _shares([each.parts for each in found.values()]))
-  for name, each in found.items():
-    yield f"<p>{safe(name)}: {safe(goodput.largest(each))}</p>"
-  for run in runs:
-    if run.workers:
-      yield f"<p>{safe(run.name)}: a step of each worker</p>"
-      yield table(flights.HEADS, run.workers)
+  advice = {name: goodput.largest(each) for name, each in found.items()}
+  for line in dict.fromkeys(advice.values()):
+    yield f"<p>{safe(_some([name for name in advice if advice[name] == line]))}: {safe(line)}</p>"
+  if rows := [[run.name, *row] for run in runs for row in run.workers]:
+    yield "<h3>A step of each worker</h3>"
+    yield table(["run", *flights.HEADS], rows)
 
 
 def _budget(runs: Sequence[Shown]) -> Iterator[str]:
@@ -304,13 +294,17 @@ def _environment(runs: Sequence[Shown]) -> Iterator[str]:
   columns = []
   for run in known:
     last = run.starts[-1]
-    about = {name: str(last[name]) for name in ("time", "command", "commit") if last.get(name)}
+    about = {name: str(last[name]) for name in ("time", "commit", "command") if last.get(name)}
     versions = run.run.values("versions") if run.run else texts(last.get("versions"))
     shown = {"TensorBoard": f"tensorboard --logdir {run.run.path}"} if run.run else {}
-    columns.append({"starts": str(len(run.starts)), **about, **shown, **versions})
-  names = list(dict.fromkeys(name for column in columns for name in column))
+    columns.append({**shown, "starts": str(len(run.starts)), **about, **versions})
+  names = sorted(dict.fromkeys(name for column in columns for name in column), key="command".__eq__)
+  rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
+  if len(known) > _MOST_COLUMNS:
+    alike = [f"{name} {row[0]}" for name, *row in rows if len({*row}) == 1]
+    rows = [row for row in rows if len({*row[1:]}) > 1]
+    yield f"<p>The same in all: {safe(', '.join(alike))}</p>"
   if known:
-    rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
     yield by_run("of the last start", known, rows)
 
 
@@ -329,10 +323,9 @@ def table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     f"<tr><th>{safe(first)}</th>{''.join(f'<td>{safe(each)}</td>' for each in rest)}</tr>"
     for first, *rest in rows
   )
-  kind = '"wide tall" tabindex=0' if len(rows) > _TALL else "wide"
-  return (
-    f"<div class={kind}><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-  )
+  kind = "wide tall" if len(rows) > _TALL else "wide"
+  whole = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+  return f'<div class="{kind}" tabindex=0>{whole}</div>'
 
 
 SECTIONS: Mapping[str, Callable[[Sequence[Shown]], Iterator[str]]] = {
