@@ -213,7 +213,7 @@ def test_the_newest_picture_and_earlier_ones_at_even_distances(monkeypatch):
   without_plotly(monkeypatch)
   make("a", line(1, "eval", loss=1.0), media={f"x/faces-{n}.png": PNG for n in range(1, 22)})
   found = Parsed(report("a"))
-  assert found.texts("figcaption") == [f"step {step}" for step in (1, 5, 9, 13, 17, 21)]
+  assert found.texts("figcaption") == [f"a, step {step}" for step in (21, 17, 13, 9, 5, 1)]
   assert found.texts("h3")[-1] == "x/faces"
 
 

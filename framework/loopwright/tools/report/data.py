@@ -17,8 +17,8 @@ from loopwright.run_folder import damage, flights, folders
 from loopwright.tools import goodput
 
 VERIFY, MEDIA = "verify.json", "media"
-MOST_POINTS, MOST_OF_ALL, MOST_SHOWN = 2000, 30_000, 6
-"""Points of a curve, those of all runs (but 100 each are kept); pictures or texts of a name."""
+FEW, MOST_POINTS, MOST_OF_ALL, MOST_SHOWN = 4, 2000, 30_000, 6
+"""Runs with several pictures; points of a curve, of all runs (100 each at least); pictures."""
 _MAX_JSON, _MAX_MEDIUM, _MAX_MEDIA, _MAX_FILES = 2**24, 2**22, 2**25, 10_000
 _MEDIUM = re.compile(r"(.+)-(\d{1,18})\.(png|txt)")
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -70,7 +70,7 @@ class Shown:
     goodput: where the wall time of all its starts went; None if it has no flight record.
     workers: the rows of `flights.HEADS`.
     verify: the report of `verify --json`; {} if there is none.
-    media: name -> the newest, and earlier ones at even distances.
+    media: name -> the newest first, and of few runs earlier ones at even distances.
     starts: the lines of the run's history.
     faults: a line for each thing that cannot be read.
   """
@@ -92,13 +92,13 @@ def read_all(paths: Sequence[str]) -> list[Shown]:
   tops = {os.path.dirname(os.path.normpath(path)) for path in paths}
   common = os.path.commonpath(tops) if len({os.path.isabs(top) for top in tops}) == 1 else ""
   names = [os.path.relpath(path, common) if len(paths) > 1 and common else path for path in paths]
-  most = min(MOST_POINTS, max(100, MOST_OF_ALL // max(len(paths), 1)))
-  return [read(path, name, most) for path, name in zip(paths, names, strict=True)]
+  return [read(path, name, len(paths)) for path, name in zip(paths, names, strict=True)]
 
 
-def read(path: str, name: str, most: int = MOST_POINTS) -> Shown:
-  """Returns what a report shows of a run folder; what is damaged is a fault (host)."""
+def read(path: str, name: str, of: int = 1) -> Shown:
+  """Returns what a report of so many runs shows of one; what is damaged is a fault (host)."""
   shown = Shown(name)
+  most, pictures = min(MOST_POINTS, max(100, MOST_OF_ALL // of)), MOST_SHOWN if of <= FEW else 1
 
   def part(reader: Callable[[], Result], otherwise: Result) -> Result:
     try:
@@ -114,7 +114,7 @@ def read(path: str, name: str, most: int = MOST_POINTS) -> Shown:
   shown.goodput = part(lambda: goodput.read(path), None)
   shown.workers = part(lambda: flights.rows(flights.read(path)), [])
   shown.verify = part(lambda: _verified(os.path.join(path, VERIFY)), {})
-  shown.media = part(lambda: _media(os.path.join(path, MEDIA), shown.faults), {})
+  shown.media = part(lambda: _media(os.path.join(path, MEDIA), pictures, shown.faults), {})
   shown.starts = part(lambda: list(folders.starts(path)), [])
   return shown
 
@@ -153,7 +153,7 @@ def _verified(path: str) -> dict[str, Any]:
   return {"seconds": found.get("seconds"), "results": results}
 
 
-def _media(top: str, faults: list[str]) -> dict[str, list[Medium]]:
+def _media(top: str, most: int, faults: list[str]) -> dict[str, list[Medium]]:
   names: dict[str, list[tuple[int, str]]] = {}
   for path in _files(top):
     if found := _MEDIUM.fullmatch(os.path.relpath(path, top)):
@@ -161,7 +161,7 @@ def _media(top: str, faults: list[str]) -> dict[str, list[Medium]]:
   media: dict[str, list[Medium]] = {}
   left = _MAX_MEDIA
   for name, files in sorted(names.items()):
-    for step, path in _spread(sorted(files)):
+    for step, path in _spread(sorted(files), most):
       try:
         content = bounded.content(
           path, "a picture or text", max_bytes=min(left, _MAX_MEDIUM), remedy="move it away"
@@ -188,8 +188,7 @@ def _files(top: str) -> Iterator[str]:
           yield path
 
 
-def _spread(items: list[tuple[int, str]]) -> list[tuple[int, str]]:
-  """Returns at most `MOST_SHOWN` of them, evenly, with the last."""
-  count = min(len(items), MOST_SHOWN)
-  last = len(items) - 1
-  return [items[last - index * last // max(count - 1, 1)] for index in reversed(range(count))]
+def _spread(items: list[tuple[int, str]], most: int) -> list[tuple[int, str]]:
+  """Returns so many of them at most, the last first, evenly."""
+  count, last = min(len(items), most), len(items) - 1
+  return [items[last - index * last // max(count - 1, 1)] for index in range(count)]

@@ -15,7 +15,7 @@ from loopwright.errors import printable
 from loopwright.run_folder import flights
 from loopwright.run_folder.folders import texts
 from loopwright.tools import goodput
-from loopwright.tools.report.data import Shown
+from loopwright.tools.report.data import FEW, Shown
 from loopwright.tools.runs import diff, repetitions
 
 _FIRST = ("loss", "accuracy")
@@ -24,8 +24,8 @@ _LAST = (
   *("communication_s", "start_s", "examples_per_second", "steps_per_second"),
   *("model_flops_per_s", "mfu"),
 )
-_MOST_COLUMNS, _MOST_BINDINGS, _TALL = 4, 8, 20
-"""Runs beside one another in a table; bindings beside results; rows without scrolling."""
+_MOST_BINDINGS, _TALL = 8, 20
+"""Bindings beside results; rows without scrolling."""
 _HERE = Path(__file__).parent
 
 
@@ -140,7 +140,7 @@ def _faults(runs: Sequence[Shown]) -> Iterator[str]:
 def _results(runs: Sequence[Shown]) -> Iterator[str]:
   rows = {run.name: diff.results(run.run) for run in runs if run.run}
   heads = list(dict.fromkeys(name for row in rows.values() for name in row))
-  more = varied(runs)[:_MOST_BINDINGS] if len(runs) > _MOST_COLUMNS else []
+  more = varied(runs)[:_MOST_BINDINGS] if len(runs) > FEW else []
   values = {run.name: [_short(row[index]) for row in more] for index, run in enumerate(runs, 1)}
   if rows:
     body = [
@@ -194,7 +194,7 @@ def _constants(runs: Sequence[Shown]) -> Iterator[str]:
     texts_ = dict.fromkeys(
       "not finite" if v is None else f"{v:.6g}" for each in values for v in each
     )
-    told.append(f"{name} = {' or '.join([*texts_][:_MOST_COLUMNS])}{', ...' * (len(texts_) > 4)}")
+    told.append(f"{name} = {' or '.join([*texts_][:FEW])}{', ...' * (len(texts_) > 4)}")
   if told:
     yield f"<p class=about>The same at every step: {safe('; '.join(told))}</p>"
 
@@ -273,20 +273,21 @@ def _verify(runs: Sequence[Shown]) -> Iterator[str]:
 
 def _samples(runs: Sequence[Shown]) -> Iterator[str]:
   for name in sorted({name for run in runs for name in run.media}):
-    yield f"<h3>{safe(name.rpartition('.')[0])}</h3>"
-    for run in runs:
-      if media := run.media.get(name):
-        parts = [_medium(name, each.step, each.content) for each in media]
-        yield f"<p>{safe(run.name)}</p><div class=media>{''.join(parts)}</div>"
+    yield f"<h3>{safe(name.rpartition('.')[0])}</h3><div class=media>"
+    for run in (run for run in runs if name in run.media):
+      yield "<div class=strip tabindex=0>"
+      yield from (_medium(name, f"{run.name}, step {n}", each) for n, each in run.media[name])
+      yield "</div>"
+    yield "</div>"
 
 
-def _medium(name: str, step: int, content: bytes) -> str:
+def _medium(name: str, told: str, content: bytes) -> str:
   if name.endswith(".png"):
     data = base64.b64encode(content).decode()
     shown = f'<img alt="{safe(name)}" src="data:image/png;base64,{data}">'
   else:
     shown = f"<pre>{safe(content.decode(errors='replace'))}</pre>"
-  return f"<figure>{shown}<figcaption>step {step}</figcaption></figure>"
+  return f"<figure>{shown}<figcaption>{safe(told)}</figcaption></figure>"
 
 
 def _environment(runs: Sequence[Shown]) -> Iterator[str]:
@@ -300,7 +301,7 @@ def _environment(runs: Sequence[Shown]) -> Iterator[str]:
     columns.append({**shown, "starts": str(len(run.starts)), **about, **versions})
   names = sorted(dict.fromkeys(name for column in columns for name in column), key="command".__eq__)
   rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
-  if len(known) > _MOST_COLUMNS:
+  if len(known) > FEW:
     alike = [f"{name} {row[0]}" for name, *row in rows if len({*row}) == 1]
     rows = [row for row in rows if len({*row[1:]}) > 1]
     yield f"<p>The same in all: {safe(', '.join(alike))}</p>"
@@ -311,7 +312,7 @@ def _environment(runs: Sequence[Shown]) -> Iterator[str]:
 def by_run(head: str, runs: Sequence[Shown], rows: Sequence[Sequence[str]]) -> str:
   """Returns a table of rows (name, value of each run); of many runs each has a row."""
   whole = [[head, *(run.name for run in runs)], *rows]
-  first, *rest = whole if len(runs) <= _MOST_COLUMNS else list(zip(*whole, strict=True))
+  first, *rest = whole if len(runs) <= FEW else list(zip(*whole, strict=True))
   return table(first, rest)
 
 
