@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.aliases import Batch, Structure
-from loopwright.errors import USER_ERROR, ConfigError, kind
+from loopwright.errors import USER_ERROR, ConfigError, kind, shown
 
 
 def require(
@@ -50,6 +50,9 @@ def check_array(name: object, array: np.ndarray) -> None:
       f"feature {name!r} has masked values, which a batch cannot have; fill them (array.filled), "
       "or give the mask as another feature."
     )
+  if array.dtype == object:
+    _check_objects(name, array)
+    return
   try:
     if array.dtype.hasobject:
       raise TypeError
@@ -57,8 +60,21 @@ def check_array(name: object, array: np.ndarray) -> None:
   except TypeError:
     raise ConfigError(
       f"feature {name!r} has dtype {array.dtype}, which TensorFlow does not have; convert it "
-      "(array.astype), or pad rows of different lengths to the same length."
+      "(array.astype)."
     ) from None
+
+
+def _check_objects(name: str, array: np.ndarray) -> None:
+  """Raises a ConfigError unless all objects are texts, in bytes."""
+  for row, value in enumerate(array.flat):
+    if isinstance(value, bytes | str):
+      continue
+    what, remedy = shown(value, most=40), "convert it (array.astype)"
+    if isinstance(value, list | np.ndarray):
+      what, remedy = "a list", "pad all rows to one length"
+    elif value is None or type(value).__name__ == "NAType" or value != value:
+      what, remedy = f"missing ({value})", "fill it (frame.fillna), or leave the row out"
+    raise ConfigError(f"feature {name!r} has dtype object: row {row} is {what}; {remedy}.")
 
 
 def check_text(name: str, array: np.ndarray) -> None:

@@ -27,13 +27,13 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.lib.io.tf_record import tf_record_random_reader
 
-from loopwright.aliases import Batch, HostValue, TensorLike
+from loopwright.aliases import Batch, TensorLike
 from loopwright.errors import ConfigError, first_line, kind, require_integer
 from loopwright.failures import failure
 from loopwright.host import bounded
 from loopwright.host import files as file_tools
 from loopwright.inputs.checks import check_array, check_text, check_weights, refuse_reserved
-from loopwright.inputs.sources import Source
+from loopwright.inputs.sources import Source, as_bytes
 
 Decode = Callable[[Any], Mapping[str, Any]]
 
@@ -62,6 +62,8 @@ class IndexedSource(Source):
         raise ConfigError(
           f"data is {kind(data)}, which has no {method}; wrap it in a class with it."
         )
+    if hasattr(data, "columns"):
+      raise ConfigError(f"data is {kind(data)}, read by columns; use ArraySource(dict(frame)).")
     self.num_examples = len(data)
     if not self.num_examples:
       raise ConfigError(f"data, {kind(data)}, has no examples; it must have at least one.")
@@ -139,7 +141,7 @@ class IndexedSource(Source):
     if name == "weight":
       check_weights(np.reshape(array, [-1]), 1)
     if first is None:
-      check_array(name, np.zeros([], bytes) if _is_text(array) else array)
+      check_array(name, array)
     elif (array.dtype, array.shape) != (first.dtype, first.shape):
       raise ConfigError(
         f"feature {name!r} of example {index} is {_type(array)}, but that of example 0 is "
@@ -158,25 +160,13 @@ def _array(value: TensorLike, dtype: np.dtype | None) -> np.ndarray:
   if array.dtype.kind in "US":
     check_text("text", array)
     encoded = np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array
-    return encoded.astype(object) if isinstance(value, np.ndarray) else _bytes(value)
+    return encoded.astype(object) if isinstance(value, np.ndarray) else as_bytes(value)
   if not hasattr(value, "dtype"):  # of Python
     if array.dtype == np.float64:
       array = array.astype(np.float32)
     if dtype is not None and array.dtype.kind == "i" and dtype.kind == "f":
       array = array.astype(dtype)  # a float that happens to be whole
   return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-
-def _bytes(value: HostValue) -> np.ndarray:
-  """Returns Python's texts as objects; NumPy cuts zeros from the end of bytes."""
-  made = np.array(value, object)
-  flat = made.reshape(-1)  # not a copy
-  flat[:] = [text.encode() if isinstance(text, str) else bytes(text) for text in flat]
-  return made
-
-
-def _is_text(array: np.ndarray) -> bool:
-  return array.dtype == object and all(isinstance(each, bytes) for each in array.reshape(-1))
 
 
 def _type(array: np.ndarray) -> str:

@@ -64,7 +64,8 @@ class ArraySource(Source):
     """Checks the arrays; does not use TensorFlow's devices before the first dataset is made.
 
     Args:
-      features: name -> [num_examples, ...], of any dtype that TensorFlow has.
+      features: name -> [num_examples, ...], of any dtype that TensorFlow has; a column of objects
+        if all are texts, or lists of one length.
 
     Raises:
       ConfigError: no features or no examples, different lengths, a dtype that TensorFlow does not
@@ -76,7 +77,7 @@ class ArraySource(Source):
         f"features is {kind(features)}; it must be a dict of name -> array, such as {{'x': x}}; of "
         "a DataFrame dict(frame)."
       )
-    arrays = {name: _native(name, np.asanyarray(array)) for name, array in features.items()}
+    arrays = {name: _native(name, _column(array)) for name, array in features.items()}
     self.num_examples = common_length(arrays)
     refuse_reserved("features", arrays)
     if "weight" in arrays:
@@ -164,6 +165,25 @@ def eval_sets(given: AnySource) -> dict[str, AnySource]:
         "are logged as '<name>/<metric>'."
       )
   return dict(given)
+
+
+def _column(values: Any) -> np.ndarray:
+  """Returns an array; of a table's column of objects, texts as bytes and lists as rows."""
+  array = np.asanyarray(values)
+  if array.dtype != object or not array.size:
+    return array
+  if all(isinstance(each, list | np.ndarray) for each in array.flat):
+    rows = [np.asarray(each) for each in array.flat]
+    return _column(np.stack(rows)) if len({row.shape for row in rows}) == 1 else array
+  return as_bytes(array) if all(isinstance(each, str | bytes) for each in array.flat) else array
+
+
+def as_bytes(texts: Any) -> np.ndarray:
+  """Returns texts as objects of bytes, as TensorFlow takes them: NumPy cuts zeros at their end."""
+  made = np.array(texts, object)
+  flat = made.reshape(-1)  # not a copy
+  flat[:] = [text.encode() if isinstance(text, str) else bytes(text) for text in flat]
+  return made
 
 
 def _native(name: str, array: np.ndarray) -> np.ndarray:

@@ -39,6 +39,15 @@ def test_sources_take_their_data_without_a_name():
     assert batch["x"].tolist() == [0.0, 1.0, 2.0]
 
 
+def test_columns_of_objects_are_texts_or_rows():
+  lists = np.empty([2], object)
+  lists[:] = [[1, 2], np.array([3, 4])]
+  source = ArraySource({"text": np.array(["a\0", b"\xc3\xa9"], object), "list": lists})
+  [batch] = arrays(eval_dataset(source, global_batch_size=2))
+  assert batch["text"].tolist() == [b"a\0", "\xe9".encode()]
+  assert batch["list"].tolist() == [[1, 2], [3, 4]]
+
+
 def test_in_memory_arrays_are_captured_not_copied_into_the_graph():
   source = ArraySource(features={"x": np.zeros([1000, 1000], np.uint8)})
   traced = tf.function(source.fetch).get_concrete_function(tf.TensorSpec([4], tf.int64))
@@ -341,7 +350,10 @@ def test_load_arrays_of_a_folder_errors(tmp_path):
     ({"x": np.zeros(0)}, "have no rows; give at least one example"),
     ({"x": np.zeros(3), "y": np.zeros(4)}, "different lengths .'x' 3, 'y' 4."),
     ({"x": np.float32(1)}, "'x' is a single value"),
-    ({"x": np.array([[1], [1, 2]], object)}, "'x' has dtype object"),
+    ({"x": np.array([[1], [1, 2]], object)}, "'x' has dtype object: row 0 is a list; pad all rows"),
+    ({"x": np.array(["a", None])}, r"'x' has dtype object: row 1 is missing \(None\); fill it"),
+    ({"x": np.array(["a", np.nan], object)}, r"row 1 is missing \(nan\)"),
+    ({"x": np.array([{}, 1])}, r"row 0 is \{\}; convert it"),
     ({"x": np.zeros(3, "M8[s]")}, r"'x' has dtype datetime64\[s\]"),
     ({"x": np.ma.masked_equal([0, 1], 1)}, r"'x' has masked values, .*; fill them"),
     ({"x": np.zeros(3), "seed": np.zeros(3)}, "features has a feature named 'seed'"),
