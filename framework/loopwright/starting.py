@@ -104,6 +104,7 @@ class Start:
     history.append(
       self._model_dir, start=self.name, step=step, task=self._task, config=self.config,
       data=self._data, in_use=self._in_use,
+      train_steps=vars(self._options)["train_steps"],
     )  # fmt: skip
 
 

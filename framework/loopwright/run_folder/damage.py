@@ -42,8 +42,11 @@ def _of_files(run: Run) -> Iterator[str]:
   with contextlib.suppress(OSError):
     if os.path.isfile(history) and not os.stat(history).st_size:
       yield f"{history!r} is empty."
-  # Only versions that write a history keep a flight record.
-  if not os.path.lexists(history) and os.path.isdir(os.path.join(run.path, layout.FLIGHT)):
+  # Only versions that write a history, before the first checkpoint, keep a flight record.
+  needs_it = all(
+    os.path.isdir(os.path.join(run.path, each)) for each in (layout.FLIGHT, CHECKPOINTS)
+  )
+  if needs_it and not os.path.lexists(history):
     yield f"{history!r} is missing."
   if os.path.isfile(best) and json_lines.parsed(_start_of(best)) is None:
     yield f"{best!r} is damaged."

@@ -133,7 +133,8 @@ class Run:
   @property
   def train_steps(self) -> int | None:
     """The step at which the run ends."""
-    return self.whole_number("run.train_steps")
+    of_start = self.start.get("train_steps")  # of a run that Python started
+    return self.whole_number("run.train_steps") or (of_start if isinstance(of_start, int) else None)
 
   def whole_number(self, name: str) -> int | None:
     """Returns the value of a binding, if it is a whole number."""

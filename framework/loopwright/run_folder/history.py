@@ -55,12 +55,15 @@ def append(
   config: Values,
   data: Values,
   in_use: Values,
+  train_steps: int | None = None,
 ) -> None:
   """Appends one start; the file is replaced, and on disk, on return (host).
 
   Args:
     start: its id.
     in_use: name -> value, read from what uses it.
+    train_steps: at which the run ends, also if no config says it.
+    began: of a run that begins, see `initial_values`.
   """
   path = os.path.join(model_dir, layout.HISTORY)
   record = {
@@ -73,6 +76,7 @@ def append(
     "config": dict(config),
     "data": dict(data),
     "in_use": dict(in_use),
+    "train_steps": train_steps,
   }
   earlier = "".join(f"{json.dumps(each)}\n" for each in records(model_dir))
   files.atomic_write(path, f"{earlier}{json.dumps(record)}\n")
