@@ -83,6 +83,7 @@ class Watch:
         option = type(value) in _NUMBERS and not name.startswith("_")
         if option or (name.startswith(_OF_UPDATES) and not name.endswith("_cache")):
           self._read[id(each.optimizer), name] = Read.of(each.optimizer, name)
+    self._told: set[str] = set()
     self._layers: list[Any] = []
     self._variables: list[tuple[Variable, bool]] = []
     self._sort()
@@ -107,12 +108,25 @@ class Watch:
         if not own or (name == "_trainable" and self._names):
           self._read.setdefault((id(layer), name), Read.of(layer, name))
     made = {(id(task), n) for n, v in vars(task).items() if before.get(n, _ABSENT) is not v}
+    self._tell_numbers(task, {n: before[n] for _, n in made & self._read.keys() if n in before})
     for key, each in self._read.items():
       self._read[key] = None if each is None or key in made or each.changed() else each
     self._layers = layers
     if self._names:
       self._variables = [(each, each.trainable) for each in models.all_variables(task.model)]
     self._sort()
+
+  def _tell_numbers(self, task: Any, before: Mapping[str, Any]) -> None:
+    """Says once of each number that the trace has read and changed: a step does not change it."""
+    for name in before.keys() - self._told:
+      was, now = before[name], getattr(task, name, None)
+      if type(was) in (int, float) and type(now) in (int, float):
+        self._told.add(name)
+        logging.warning(
+          "%s.%s went from %s to %s while the step was traced, once, and not in each step: use "
+          "step.number, or a tf.Variable of the model with step.assign "
+          "(docs/cadence-and-state.md).", type(task).__name__, name, was, now,
+        )  # fmt: skip
 
   def _sort(self) -> None:
     """Keeps apart what is fast to compare: there are thousands."""

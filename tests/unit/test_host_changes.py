@@ -144,6 +144,7 @@ def test_what_only_the_host_reads_traces_nothing_again(one, caplog):
     before = trainer._compiled_loop
     trainer.train(tf.constant(1))
     assert trainer._compiled_loop is before
+  assert sum("Regression.traces went from 0 to 1 while" in m for m in caplog.messages) == 1
   assert not [m for m in caplog.messages if "traced again" in m]
   assert "__getattribute__" not in vars(Regression)
 
