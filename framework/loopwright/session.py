@@ -199,10 +199,11 @@ class Session:
         raise
     if self.cluster.is_chief:
       trained = mode in TRAINING_MODES
+      more = [f"SavedModel in {layout.EXPORT}/"] if mode == "export" else []
       self._reports.result(
         results, split="train" if mode == "train" else "eval", step=self.step, status=self._status,
         skipped=int(self.trainer.skipped_steps.numpy()) if trained else 0,
-        more=self._actions.results() if self._actions and trained else (),
+        more=self._actions.results() if self._actions and trained else more,
       )  # fmt: skip
     self.cluster.leave()
     return results

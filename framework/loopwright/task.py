@@ -206,7 +206,7 @@ class Task:
   def export_signature(self) -> Callable[..., Structure]:
     """Returns the `tf.function`, with an input signature, that a SavedModel serves (host).
 
-    The default supports a Keras model with one input; override it for other models.
+    The default supports a Keras model with known inputs; override it for other models.
     """
     return models.serving_function(self.model)
 

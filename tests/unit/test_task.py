@@ -290,12 +290,18 @@ def test_a_keras_model_of_one_input_is_served_by_default(library):
   np.testing.assert_allclose(serve(tf.constant(X)), X @ KERNEL, rtol=1e-6)
 
 
-def two_inputs():
-  inputs = [keras.Input([2]), keras.Input([2])]
-  return keras.Model(inputs, keras.layers.Add()(inputs))
+@pytest.mark.parametrize("names", [None, ("left", "right")])
+def test_several_inputs_are_served_by_their_names(names):
+  task, inputs = Linear(), [keras.Input([2], name="a"), keras.Input([2], name="b")]
+  structure = dict(zip(names, inputs, strict=True)) if names else inputs
+  task.model = keras.Model(structure, keras.layers.Subtract()(inputs))
+  serve = task.export_signature()
+  assert {each.name for each in tf.nest.flatten(serve.input_signature)} == {*(names or "ab")}
+  given = [tf.constant(X), tf.constant(2 * X)]
+  np.testing.assert_array_equal(serve(dict(zip(names, given, strict=True)) if names else given), -X)
 
 
-@pytest.mark.parametrize("make", [two_inputs, tf.Module, lambda: {"a": Linear().build_model()}])
+@pytest.mark.parametrize("make", [tf.Module, lambda: {"a": Linear().build_model()}])
 def test_what_cannot_be_served_by_default_says_so(make):
   task = Linear()
   task.model = make()

@@ -154,21 +154,29 @@ def is_keras(model: Model) -> bool:
 
 
 def serving_function(model: Model) -> Any:
-  """Returns a `tf.function` that calls a Keras model with one input: float [n, ...] -> outputs.
+  """Returns a `tf.function` that calls a Keras model: [n, ...] -> outputs; several by their names.
 
   Raises:
-    ConfigError: not a Keras model with exactly one known input.
+    ConfigError: not a Keras model with known inputs.
   """
-  inputs = getattr(model, "inputs", None) if is_keras(model) else None
-  if not inputs or len(inputs) != 1:
+  given = getattr(model, "inputs", None) if is_keras(model) else None
+  if not given:
     raise ConfigError(
       f"cannot derive the signature of a SavedModel of {type(model).__name__}; override "
       "Task.export_signature() and return a tf.function with an input_signature."
     )
-  shape, dtype = tuple(inputs[0].shape), tf.as_dtype(inputs[0].dtype)
 
-  @tf.function(input_signature=[tf.TensorSpec((None, *shape[1:]), dtype, "inputs")])
-  def serve(inputs: tf.Tensor) -> Any:
+  def spec(tensor: Any, name: str) -> tf.TensorSpec:
+    return tf.TensorSpec((None, *tensor.shape[1:]), tf.as_dtype(tensor.dtype), name)
+
+  specs: Any = spec(given[0], "inputs")
+  if len(given) > 1 and isinstance(model.input, Mapping):
+    specs = {name: spec(tensor, name) for name, tensor in model.input.items()}
+  elif len(given) > 1:
+    specs = [spec(tensor, tensor.name) for tensor in given]
+
+  @tf.function(input_signature=[specs])
+  def serve(inputs: Any) -> Any:
     return model(inputs, training=False)
 
   return serve
