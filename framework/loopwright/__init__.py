@@ -19,6 +19,7 @@ if TYPE_CHECKING:
   from loopwright.actions.best import EarlyStopping as EarlyStopping
   from loopwright.actions.keras_callback import KerasCallback as KerasCallback
   from loopwright.actions.show import Show as Show
+  from loopwright.actions.tensorboard import TensorBoard as TensorBoard
   from loopwright.aliases import Batch as Batch
   from loopwright.configurables import register as register
   from loopwright.errors import ConfigError as ConfigError
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
   from loopwright.tools.exports.action import Export as Export
   from loopwright.tools.forensics.action import StopOnNonFinite as StopOnNonFinite
   from loopwright.tools.forensics.spikes import Spikes as Spikes
+  from loopwright.tools.trackers.csv_file import CSVFile as CSVFile
   from loopwright.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"

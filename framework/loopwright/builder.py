@@ -26,6 +26,7 @@ from loopwright.host import lazy_keras
 from loopwright.inputs import datasets
 from loopwright.inputs.plan import padded_batch_size
 from loopwright.inputs.sources import eval_sets, of_one_shape
+from loopwright.models import models
 from loopwright.observers import Observer, Reading
 from loopwright.optimizers.adapters import Optimizers
 from loopwright.options import Evaluation, Gpus, Numerics
@@ -145,11 +146,13 @@ class Recipe(Evaluation):
 
 def made_task(task: Task | Callable[[], Task]) -> Task:
   """Returns the task, or what its factory returns; raises ConfigError if it is not a `Task`."""
-  made = task if isinstance(task, Task) else task() if callable(task) else task
+  is_model = models.is_keras(task)  # which can be called too
+  made = task if isinstance(task, Task) or is_model or not callable(task) else task()
   if not isinstance(made, Task):
+    remedy = "lw.from_keras(model, x, y)" if is_model else "run.task = @YourTask()"
     raise ConfigError(
       f"run.task is a {type(made).__name__}; it must be a loopwright.Task: subclass Task, and "
-      "write run.task = @YourTask()."
+      f"write {remedy}."
     )
   return made
 

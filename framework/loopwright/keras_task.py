@@ -26,16 +26,9 @@ from loopwright.metrics import Loss, Metric, Sum
 from loopwright.models import models
 from loopwright.models.compiled_keras import CompiledModel, OutputLoss
 from loopwright.optimizers import adapters
+from loopwright.options import not_taken
 from loopwright.strategies import placement
 from loopwright.task import Task
-
-_PLACES = {
-  "callbacks": "run(actions=[lw.KerasCallback(callback=...)]), or what docs/actions.md has for it",
-  "batch_size": "set run(global_batch_size=...)",
-  "epochs": "set run(train_steps=...), in steps",
-  "shuffle": "set run(shuffle=...)",
-}
-"""Arguments of `fit` -> where a run has them."""
 
 
 def from_keras(
@@ -71,8 +64,7 @@ def from_keras(
     ConfigError: what cannot be taken, in one line; see docs/models-from-elsewhere.md.
   """
   for name in of_fit:
-    place = _PLACES.get(name, "see docs/models-from-elsewhere.md")
-    raise ConfigError(f"from_keras() takes no {name}; {place}.")
+    raise not_taken("from_keras", name, "see docs/models-from-elsewhere.md.")
   if (x is None) == (source is None):
     raise ConfigError("from_keras() takes either x and y, or source; give one of them.")
   if source is None:
@@ -129,7 +121,8 @@ class KerasTask(Task):
     return self._source(split)
 
   def preprocess(self, batch: Batch, training: bool) -> Batch:
-    """Multiplies the weights of training examples by those of their classes."""
+    """Calls KerasHub's preprocessor; multiplies weights of training examples by their classes'."""
+    batch = _preprocessed(self.compiled.model, batch)
     if not training or not self._class_weight:
       return batch
     if "y" not in batch:
@@ -274,10 +267,8 @@ def _named(name: str, structure: Structure) -> dict[str, np.ndarray]:
 
 
 def _array(value: TensorLike) -> np.ndarray:
-  """Returns an array; floats in Keras's precision, as `fit` casts them, and texts as texts."""
+  """Returns an array; floats in Keras's precision, as `fit` casts them."""
   array = np.asarray(value)
-  if array.dtype == object and all(isinstance(each, (str, bytes)) for each in array.flat):
-    array = np.array(array.tolist())
   return array.astype(keras.config.floatx()) if array.dtype.kind == "f" else array
 
 
@@ -294,6 +285,28 @@ def _structure(batch: Batch, name: str) -> Structure:
 def _real(batch: Batch) -> tf.Tensor:
   """Returns 1 for each example and 0 for padding, float32 [n]."""
   return tf.cast(batch["example_id"] >= 0, tf.float32)
+
+
+def _preprocessed(model: Model, batch: Batch) -> Batch:
+  """Returns a batch as the `fit` of KerasHub's models preprocesses it, such as texts as tokens.
+
+  Raises:
+    ConfigError: the preprocessor makes the labels too.
+  """
+  if getattr(model, "preprocessor", None) is None or not hasattr(model, "preprocess_samples"):
+    return batch
+  made = model.preprocess_samples(_structure(batch, "x"))
+  if isinstance(made, tuple):
+    raise ConfigError(
+      f"the preprocessor of {type(model).__name__} makes labels of x, with a weight for each; use "
+      "loopwright.tasks.pretrained.FineTunedLM."
+    )
+  rows = batch["weight"].shape[0]
+  made = tf.nest.map_structure(lambda x: tf.ensure_shape(x, [rows, *x.shape[1:]]), made)
+  inputs = (
+    {f"x/{k}": each for k, each in made.items()} if isinstance(made, Mapping) else {"x": made}
+  )
+  return {k: each for k, each in batch.items() if k.partition("/")[0] != "x"} | inputs
 
 
 @as_written

@@ -8,7 +8,7 @@ A group is checked when it is made. `loopwright.running.Options` is all of them,
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypeVar
 
 from loopwright import declaration
@@ -22,7 +22,7 @@ from loopwright.declaration import (
   asked,
   free,
 )
-from loopwright.errors import ConfigError, require_integer, unknown
+from loopwright.errors import ConfigError, require_integer, suggest, unknown
 
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16"]
 GpuMemory = Annotated[int, "a number of MiB"] | Literal["all", "grow"]
@@ -30,6 +30,16 @@ Made = TypeVar("Made")
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
+
+
+OF_FIT: Mapping[str, str] = {
+  "callbacks": "run(actions=[lw.KerasCallback(callback=...)]), or what docs/actions.md has for it.",
+  "batch_size": "set run(global_batch_size=...).",
+  "epochs": "set run(train_steps=...), in steps.",
+  "shuffle": "set run(shuffle=...).",
+  "x": "give it to from_keras(), or read it in Task.source.",
+}
+"""Arguments of Keras's `fit` -> where a run has them."""
 
 
 def names_of(group: Callable[..., Any]) -> Set[str]:
@@ -47,6 +57,11 @@ def facts(*groups: Any) -> dict[str, Any]:
   return {f"run.{name}": value for each in groups for name, value in vars(each).items()}
 
 
+def not_taken(who: str, name: str, remedy: str, names: Iterable[str] = ()) -> ConfigError:
+  """Returns the error for an argument that is none of `names`; one of `fit` has its place here."""
+  return ConfigError(f"{who}() takes no {name}; {OF_FIT.get(name, remedy)}{suggest(name, names)}")
+
+
 def taking(
   options: Callable[Parameters, Given],
 ) -> Callable[[Callable[[Given], Result]], Callable[Parameters, Result]]:
@@ -58,6 +73,8 @@ def taking(
   def decorate(function: Callable[[Given], Result]) -> Callable[Parameters, Result]:
     @functools.wraps(function)
     def call(*args: Parameters.args, **given: Parameters.kwargs) -> Result:
+      for name in given.keys() - names_of(options):
+        raise not_taken(function.__name__, name, "see docs/options.md.", names_of(options))
       return function(options(*args, **given))
 
     declaration.take(call, options)

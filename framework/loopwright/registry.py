@@ -43,6 +43,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.actions.best": "BestCheckpoint EarlyStopping",
     "loopwright.actions.keras_callback": "KerasCallback",
     "loopwright.actions.show": "Show",
+    "loopwright.actions.tensorboard": "TensorBoard",
     "loopwright.aliases": "Batch",
     "loopwright.configurables": "register",
     "loopwright.errors": "ConfigError",
@@ -72,6 +73,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.tools.exports.action": "Export",
     "loopwright.tools.forensics.action": "StopOnNonFinite",
     "loopwright.tools.forensics.spikes": "Spikes",
+    "loopwright.tools.trackers.csv_file": "CSVFile",
     "loopwright.trainer": "Trainer",
   },
   "command": {

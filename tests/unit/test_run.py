@@ -288,7 +288,7 @@ def test_export(tmp_path, capsys):
   assert start(tmp_path, "export", train_steps=1) == {}
   kernel = Reference().train(STEPS).kernel
   np.testing.assert_allclose(served_kernel(tmp_path), kernel, rtol=1e-5)
-  check_result_line(capsys, tmp_path, "done: step 5")
+  check_result_line(capsys, tmp_path, "done: step 5 | SavedModel in export/")
 
 
 @pytest.mark.parametrize("name", ["checkpoints/ckpt-2", "chosen"])

@@ -10,12 +10,13 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import tensorflow as tf
 
 from loopwright.actions.base import Action, Output, Run, StopTraining
-from loopwright.errors import ConfigError, unknown
+from loopwright.declaration import COUNT
+from loopwright.errors import ConfigError, require_integer, unknown
 from loopwright.host import files
 from loopwright.reporting.progress import named
 from loopwright.run_folder import folders, layout
@@ -270,8 +271,9 @@ class EarlyStopping(MetricHistory):
   """Stops training after `patience` evaluations in a row without improvement of a metric."""
 
   def __init__(
-    self, *, metric: str = "loss", mode: Mode | None = None, patience: int, min_delta: float = 0.0
-  ) -> None:
+    self, *, metric: str = "loss", mode: Mode | None = None, patience: Annotated[int, COUNT],
+    min_delta: float = 0.0,
+  ) -> None:  # fmt: skip
     """Sets when to stop; evaluations before a restart count too.
 
     Args:
@@ -283,12 +285,10 @@ class EarlyStopping(MetricHistory):
     Raises:
       ConfigError: a mode as above, `patience` below 1, or `min_delta` below 0.
     """
-    if patience < 1:
-      raise ConfigError(f"EarlyStopping.patience is {patience}; it must be 1 evaluation or more.")
     if not min_delta >= 0:
       raise ConfigError(f"EarlyStopping.min_delta is {min_delta}; it must be 0 or more.")
     super().__init__(metric=metric, mode=mode)
-    self._patience = patience
+    self._patience = require_integer("EarlyStopping.patience", patience, at_least=1)
     self._min_delta = min_delta
 
   def begin(self) -> None:

@@ -17,14 +17,14 @@ from loopwright.run_folder.metrics_log import flatten, scalars
 
 _INSTEAD: Mapping[str, str] = {
   "BackupAndRestore": "nothing, as each run goes on by itself",
-  "CSVLogger": "@CSVFile()",
-  "EarlyStopping": "@EarlyStopping()",
+  "CSVLogger": "lw.CSVFile()",
+  "EarlyStopping": "lw.EarlyStopping(patience=...), with lw.BestCheckpoint() for the best weights",
   "LearningRateScheduler": "a schedule as learning_rate, such as @cosine_decay",
-  "ModelCheckpoint": "@BestCheckpoint()",
+  "ModelCheckpoint": "lw.BestCheckpoint(), and run.checkpoint_every_steps",
   "ProgbarLogger": "nothing, as each run shows its progress",
   "SwapEMAWeights": "Trainer.ema_decay",
-  "TensorBoard": "@TensorBoard()",
-  "TerminateOnNaN": "@StopOnNonFinite()",
+  "TensorBoard": "lw.TensorBoard(), and nothing for the curves",
+  "TerminateOnNaN": "lw.StopOnNonFinite()",
 }
 """Callbacks of Keras that need `fit`, and what a run has for them."""
 _HONOURED = {
@@ -46,7 +46,7 @@ class KerasCallback(Action):
   on = "both"
   changes_training = True
 
-  def __init__(self, *, callback: Any) -> None:
+  def __init__(self, callback: Any) -> None:
     """Keeps the callback.
 
     Args:
@@ -129,6 +129,14 @@ class _Model:
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._of, name)
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    if name == "optimizer" and "optimizer" in vars(self):
+      raise ConfigError(
+        "a callback set self.model.optimizer, which the compiled loop does not follow; change the "
+        "optimizer that is there, such as its learning_rate, or set run.optimizer."
+      )
+    super().__setattr__(name, value)
 
 
 def _defined(callback: keras.callbacks.Callback) -> set[str]:

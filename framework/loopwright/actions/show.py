@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from loopwright.actions.base import Action, Output, Run
+from loopwright.declaration import COUNT
 from loopwright.errors import ConfigError, require_integer
 from loopwright.run_folder.metrics_log import flatten
 from loopwright.task import Task
@@ -13,7 +14,7 @@ from loopwright.task import Task
 class Show(Action):
   """Calls `Task.show` with the weights that evaluations use; see loopwright/reporting/board.py."""
 
-  def __init__(self, *, every_steps: int | None = None) -> None:
+  def __init__(self, *, every_steps: Annotated[int | None, COUNT] = None) -> None:
     """Sets when.
 
     Args:

@@ -10,13 +10,14 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
 import tensorflow as tf
 
 from loopwright.actions.base import Action, Output, Run
 from loopwright.aliases import Variable
+from loopwright.declaration import COUNT
 from loopwright.errors import require_integer
 from loopwright.models import models
 from loopwright.observers import Observer, StepObserver
@@ -40,7 +41,7 @@ class TensorBoard(Action):
 
   on = "both"
 
-  def __init__(self, *, histograms_every_steps: int | None = None) -> None:
+  def __init__(self, *, histograms_every_steps: Annotated[int | None, COUNT] = None) -> None:
     """Sets when.
 
     Args:

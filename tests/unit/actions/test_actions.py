@@ -399,7 +399,7 @@ def test_early_stopping_counts_a_step_once(model_dir):
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    ({"patience": 0}, "EarlyStopping.patience is 0; it must be 1 evaluation or more."),
+    ({"patience": 0}, "EarlyStopping.patience is 0; it must be a whole number of at least 1."),
     ({"patience": 1, "min_delta": -1}, "EarlyStopping.min_delta is -1; it must be 0 or more."),
     ({"patience": 1, "min_delta": math.nan}, "EarlyStopping.min_delta is nan"),
   ],

@@ -142,6 +142,31 @@ class TooEarly(keras.callbacks.Callback):
     raise NotImplementedError
 
 
+class AnotherOptimizer(keras.callbacks.Callback):
+  """Sets what the compiled loop does not follow."""
+
+  def on_epoch_end(self, epoch, logs=None):
+    self.model.optimizer = keras.optimizers.SGD(0.1)
+
+
+def test_another_optimizer_is_refused(tmp_path):
+  with pytest.raises(ConfigError, match=r"set self.model.optimizer, .*; change the optimizer that"):
+    start(tmp_path, AnotherOptimizer())
+
+
+@pytest.mark.parametrize(
+  ("actions", "line"),
+  [
+    (KerasCallback(Noted()), r"run.actions is a KerasCallback; it must be a list"),
+    ([Noted()], r"run.actions has a Noted; .*: lw.KerasCallback\(callback="),
+    ([Weights], r"run.actions has a type; .*: Weights\(\)"),
+  ],
+)
+def test_actions_that_are_none_are_one_line(actions, line):
+  with pytest.raises(ConfigError, match=line):
+    run(task=Line, train_steps=1, global_batch_size=1, model_dir="m", actions=actions)
+
+
 @pytest.mark.parametrize(
   ("callback", "line"),
   [
@@ -150,7 +175,7 @@ class TooEarly(keras.callbacks.Callback):
       TooEarly,
       r"TooEarly defines on_train_batch_begin, which a compiled loop .*; a run calls",
     ),
-    (lambda: keras.callbacks.EarlyStopping(), r"needs fit; here it is @EarlyStopping\(\)"),
+    (lambda: keras.callbacks.EarlyStopping(), r"needs fit; here it is lw.EarlyStopping\("),
     (lambda: keras.callbacks.BackupAndRestore("x"), "here it is nothing, as each run goes on"),
     (
       lambda: keras.callbacks.LambdaCallback(on_train_batch_begin=print),

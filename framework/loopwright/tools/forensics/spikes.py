@@ -12,13 +12,14 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import tensorflow as tf
 
 from loopwright.actions.base import Action, Output, Run
 from loopwright.aliases import Batch, Gradient
+from loopwright.declaration import COUNT
 from loopwright.errors import require_integer, require_positive, unknown
 from loopwright.metrics import Loss
 from loopwright.optimizers.fusion import Fusion, Gradients
@@ -62,7 +63,7 @@ class Spikes(Action):
     on_spike: OnSpike = "report",
     deviations: float = 10.0,
     window: int = 64,
-    patience: int = 10,
+    patience: Annotated[int, COUNT] = 10,
   ) -> None:
     """Sets what to do.
 
