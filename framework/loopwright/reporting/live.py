@@ -108,9 +108,10 @@ def _drawn(lines: Sequence[Line], columns: int) -> Any:
 
   rows = []
   for part, text in lines:
-    bar = ("━" * round((part or 0.0) * _BAR_COLUMNS)).ljust(_BAR_COLUMNS)
+    done = round((part or 0.0) * _BAR_COLUMNS)
+    bar = ("━" * done, "green"), ("─" * (_BAR_COLUMNS - done), "bright_black")
     told = fitted(text, columns - _BAR_COLUMNS - 1)
-    rows.append(Text.assemble((bar, "green"), " ", told, no_wrap=True, overflow="ellipsis"))
+    rows.append(Text.assemble(*bar, " ", told, no_wrap=True, overflow="ellipsis"))
   return Group(*rows)
 
 

@@ -391,11 +391,11 @@ def test_a_long_evaluation_has_a_live_line_below_that_of_training():
     clock.now = 1.0
     progress.evaluating(10, "", 4, 8)
     assert screen(stream) == [
-      "━━━━━      step 10/20  loss 3.0000", "━━━━━      evaluating  batch 4/8  0:00:01"
+      "━━━━━───── step 10/20  loss 3.0000", "━━━━━───── evaluating  batch 4/8  0:00:01"
     ]  # fmt: skip
     progress.evaluation(10, {"loss": 1.0})
   assert screen(stream) == [
-    "eval at step 10  loss 1.0000", "━━━━━      step 10/20  loss 3.0000", ""
+    "eval at step 10  loss 1.0000", "━━━━━───── step 10/20  loss 3.0000", ""
   ]  # fmt: skip
 
 
@@ -408,12 +408,12 @@ def test_a_terminal_shows_one_live_line():
       progress.update(step, VALUES | {"long": 123})
     assert threading.active_count() == threads
     assert screen(stream) == [
-      "━━━        step 300/1000  loss 0.2134  12.7 steps/s  812 examples/s  eta 0:00:07  accuracy "
+      "━━━─────── step 300/1000  loss 0.2134  12.7 steps/s  812 examples/s  eta 0:00:07  accuracy "
       "0.9312"  # and no "long 123", which has no place
     ]
     progress.update(400, VALUES)  # in the same moment: drawn by what comes next
     progress.evaluation(400, {"loss": 0.5})
-    assert screen(stream)[1].startswith("━━━━       step 400/1000")
+    assert screen(stream)[1].startswith("━━━━────── step 400/1000")
     progress.update(1000, VALUES)
   first, second, end = screen(stream)
   assert (first, end) == ("eval at step 400  loss 0.5000", "")

@@ -285,6 +285,8 @@ def test_a_history_that_is_gone_a_damaged_best_and_a_checkpoint_beyond_the_log_a
   (folder / "best/best.json").write_text('{"step": 30, "value": 1.0, "checkpoint": "ckpt-30"}\n')
   (folder / "flight").mkdir()
   assert faults("r", capsys, status="done") == []
+  (make("young", line(5, "train", loss=1.0)) / "flight").mkdir()  # it has saved nothing yet
+  assert faults("young", capsys) == []
   (folder / "history.jsonl").unlink()
   assert faults("r", capsys, status="done") == ["history.jsonl' is missing."]
   (folder / "flight").rmdir()  # as of a version that kept neither

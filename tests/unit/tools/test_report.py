@@ -12,6 +12,7 @@ import pytest
 
 from loopwright import commands
 from loopwright.run_folder import folders
+from loopwright.tools import goodput
 from loopwright.tools.report import data, page
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -130,14 +131,13 @@ def test_curves_are_the_lines_of_the_two_splits():
     {"step": 10, "split": "train", "wall_time": 600.0, "loss": 2.5, "counts": [1, 2]},
     {"step": 20, "split": "train", "wall_time": 660.0, "loss": "NaN", "other": True},
     {"step": 20, "split": "eval", "wall_time": 690.0, "loss": 1.5},
-    {"step": 30, "split": "time", "wall_time": 700.0, "host_s": 4.0, "compute_s": "NaN"},
+    {"step": 30, "split": "time", "wall_time": 700.0, "host_s": 4.0},
   ]
-  curves, budget = data.logged(log)
+  curves = data.logged(log)
   assert {*curves} == {"loss"}
   train, evaluation = curves["loss"]["train"], curves["loss"]["eval"]
   assert (train.steps, train.minutes, train.values) == ([10, 20], [0.0, 1.0], [2.5, None])
   assert (evaluation.steps, evaluation.minutes, evaluation.values) == ([20], [1.5], [1.5])
-  assert budget == {"host_s": 4.0}
 
 
 def test_a_long_curve_keeps_evenly_spaced_points():
@@ -152,10 +152,13 @@ def test_a_long_curve_keeps_evenly_spaced_points():
   assert len(curve.steps) <= data.MOST_POINTS
 
 
-def test_the_page_shows_results_configs_budget_verify_samples_and_environment(monkeypatch):
+def test_the_page_shows_results_configs_goodput_verify_samples_and_environment(monkeypatch):
   without_plotly(monkeypatch)
+  parts = {"training": 3.0, "input wait": 1.0}
+  went = {"runs/a": goodput.Goodput(0.0, parts, 1, 0, 2, 0, 0.0, 0.0)}
+  monkeypatch.setattr(goodput, "read", went.get)
   one = make(
-    "runs/a", line(2, "eval", loss=0.5), line(2, "time", compute_s=3.0, input_wait_s=1.0),
+    "runs/a", line(2, "eval", loss=0.5),
     config="x.y = 1\nx.same = 'z'\n", start={**START, "command": "train"}, verify=VERIFY,
     media={"no-1.png": b"GIF89a"},
   )  # fmt: skip
@@ -167,7 +170,7 @@ def test_the_page_shows_results_configs_budget_verify_samples_and_environment(mo
   ]
   assert rows(found, "bindings")[1:] == [["x.y", "1", "2"]]
   assert rows(found, "part")[1:] == [
-    ["compute", "3.00 s, 75.0 %"],
+    ["training", "3.00 s, 75.0 %"],
     ["input wait", "1.00 s, 25.0 %"],
     ["total", "4.00 s"],
   ]

@@ -66,7 +66,6 @@ class Shown:
     name: what the page calls it.
     run: what `ls` and `diff` know of it; None if it is damaged.
     curves: metric -> split ("train" or "eval") -> curve.
-    budget: part -> seconds, of the action TimeBudget.
     goodput: where the wall time of all its starts went; None if it has no flight record.
     workers: the rows of `flights.HEADS`.
     verify: the report of `verify --json`; {} if there is none.
@@ -78,7 +77,6 @@ class Shown:
   name: str
   run: folders.Run | None = None
   curves: dict[str, dict[str, Curve]] = dataclasses.field(default_factory=dict)
-  budget: dict[str, float] = dataclasses.field(default_factory=dict)
   goodput: goodput.Goodput | None = None
   workers: list[list[str]] = dataclasses.field(default_factory=list)
   verify: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -107,10 +105,9 @@ def read(path: str, name: str, of: int = 1) -> Shown:
       shown.faults += [str(error)] if str(error) not in shown.faults else []
       return otherwise
 
-  nothing: Logged = ({}, {})
   shown.run = part(lambda: folders.Run(path), None)
   shown.faults += damage.faults(shown.run, path) if shown.run else []
-  shown.curves, shown.budget = part(lambda: logged(folders.log(path), most), nothing)
+  shown.curves = part(lambda: logged(folders.log(path), most), {})
   shown.goodput = part(lambda: goodput.read(path), None)
   shown.workers = part(lambda: flights.rows(flights.read(path)), [])
   shown.verify = part(lambda: _verified(os.path.join(path, VERIFY)), {})
@@ -119,28 +116,22 @@ def read(path: str, name: str, of: int = 1) -> Shown:
   return shown
 
 
-Logged = tuple[dict[str, dict[str, Curve]], dict[str, float]]
-
-
-def logged(log: Iterable[Record], most: int = MOST_POINTS) -> Logged:
-  """Returns the curves and the time budget of a log."""
+def logged(log: Iterable[Record], most: int = MOST_POINTS) -> dict[str, dict[str, Curve]]:
+  """Returns the curves of a log."""
   curves: dict[str, dict[str, Curve]] = {}
-  budget: dict[str, float] = {}
   began: float | None = None
   for record in log:
     split, at = record.get("split"), record.get("wall_time")
-    values = {name: value for name, value in record.items() if name not in _ABOUT}
     now = float(at) if isinstance(at, int | float) and is_finite(at) else began or 0.0
     began = now if began is None else began
     minute = (now - began) / 60 if is_finite(now - began) else 0.0
-    if split == "time":
-      budget = {name: float(value) for name, value in values.items() if is_finite(value)}
-    elif split in ("train", "eval"):
-      for name, value in values.items():
-        if is_finite(value) or value in ("NaN", "Infinity", "-Infinity"):
+    if split in ("train", "eval"):
+      for name, value in record.items():
+        known = is_finite(value) or value in ("NaN", "Infinity", "-Infinity")
+        if known and name not in _ABOUT:
           curve = curves.setdefault(name, {}).setdefault(split, Curve(most))
           curve.add(record["step"], minute, float(value) if is_finite(value) else None)
-  return curves, budget
+  return curves
 
 
 def _verified(path: str) -> dict[str, Any]:

@@ -230,18 +230,12 @@ def _goodput(runs: Sequence[Shown]) -> Iterator[str]:
     yield table(["run", *flights.HEADS], rows)
 
 
-def _budget(runs: Sequence[Shown]) -> Iterator[str]:
-  known = [run for run in runs if run.budget]
-  if known:
-    yield by_run("part", known, _shares([run.budget for run in known]))
-
-
 def _shares(budgets: Sequence[Mapping[str, float]]) -> list[Sequence[str]]:
   """Returns a row for each part, the largest first, and one for the total."""
   names = {name: 0.0 for budget in budgets for name in budget}
   totals = {name: sum(budget.get(name, 0.0) for budget in budgets) for name in names}
   rows = [
-    [name.removesuffix("_s").replace("_", " "), *(_share(budget, name) for budget in budgets)]
+    [name, *(_share(budget, name) for budget in budgets)]
     for name in sorted(totals, key=lambda name: -totals[name])
   ]
   return [*rows, ["total", *(f"{sum(budget.values()):.2f} s" for budget in budgets)]]
@@ -336,7 +330,6 @@ SECTIONS: Mapping[str, Callable[[Sequence[Shown]], Iterator[str]]] = {
   "Curves": _plots,
   "Configs": _configs,
   "Goodput": _goodput,
-  "Time budget": _budget,
   "Verify": _verify,
   "Samples": _samples,
   "Environment": _environment,
