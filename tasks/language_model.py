@@ -431,11 +431,11 @@ class LanguageModel(Task):
 
   def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
     """Cross-entropy: the weighted sum over this replica's targets, and their weighted number."""
-    return Loss(*_cross_entropy(outputs, batch))
+    return Loss(*cross_entropy(outputs, batch))
 
   def metrics(self, outputs: tf.Tensor, batch: Batch) -> dict[str, Weighted]:
     """The loss in bits."""
-    nats, count = _cross_entropy(outputs, batch)
+    nats, count = cross_entropy(outputs, batch)
     return {"bits_per_byte": (nats / math.log(2.0), count)}
 
   def derived(self, means: Mapping[str, float]) -> dict[str, float]:
@@ -458,8 +458,8 @@ class LanguageModel(Task):
     return serve
 
 
-def _cross_entropy(logits: tf.Tensor, batch: Batch) -> Weighted:
-  """Returns (sum, number) of this replica's targets, each weighted by its sequence."""
+def cross_entropy(logits: tf.Tensor, batch: Batch) -> Weighted:
+  """Returns (sum, number) of this replica's targets, each weighted by its row (replica)."""
   target = tf.cast(batch["target"], tf.int64)  # the host compares int32
   losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.maximum(target, 0), logits)
   counted = tf.cast(target >= 0, tf.float32) * batch["weight"][:, tf.newaxis]
@@ -512,22 +512,8 @@ def _draw(logits: np.ndarray, temperature: float, rng: np.random.Generator) -> i
   return int(rng.choice(BYTES, p=odds / odds.sum()))
 
 
-def restored(model_dir: str) -> LanguageModel:
-  """Returns the task of a run folder, with the weights of its newest checkpoint (host).
-
-  The weights are the moving averages if the run has them.
-
-  Raises:
-    ConfigError: it is not a run of a `LanguageModel`, or has no checkpoint.
-  """
-  task = loopwright.load(model_dir).task
-  if not isinstance(task, LanguageModel):
-    raise ConfigError(f"{model_dir!r} is a run of {type(task).__name__}, not of a LanguageModel.")
-  return task
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints text drawn from a run's newest checkpoint; returns the exit status."""
+  """Prints text drawn from a run's newest checkpoint, by its averages; returns the exit status."""
   parser = argparse.ArgumentParser(prog="python -m loopwright.tasks.language_model")
   parser.add_argument("model_dir", help="the folder of a run")
   parser.add_argument("--prompt", default="", help="start of the text")
@@ -536,10 +522,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
   given = parser.parse_args(arguments)
   try:
+    task = loopwright.load(given.model_dir).task
+    if not isinstance(task, LanguageModel):
+      raise ConfigError(
+        f"{given.model_dir!r} is a run of {type(task).__name__}, not of a LanguageModel."
+      )
     text = sample(
-      restored(given.model_dir), given.prompt.encode(), given.bytes,
-      temperature=given.temperature, seed=given.seed,
-    )  # fmt: skip
+      task, given.prompt.encode(), given.bytes, temperature=given.temperature, seed=given.seed
+    )
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

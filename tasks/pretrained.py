@@ -41,7 +41,7 @@ from loopwright.errors import first_line
 from loopwright.host import bounded, files
 from loopwright.metrics import Weighted, weighted_sum
 from loopwright.run_folder import safetensors_files
-from loopwright.tasks.language_model import TextFiles
+from loopwright.tasks.language_model import TextFiles, cross_entropy
 from loopwright.tasks.text_classification import TextData
 from loopwright.tasks.transfer_learning import ReadAtEachStart
 
@@ -256,17 +256,12 @@ class FineTunedLM(Pretrained):
 
   def loss(self, outputs: tf.Tensor, batch: Batch) -> Loss:
     """The cross-entropy of each token."""
-    return Loss(*self._cross_entropy(outputs, batch))
+    return Loss(*cross_entropy(outputs, {**batch, "target": batch["token"][:, 1:]}))
 
   def metrics(self, outputs: tf.Tensor, batch: Batch) -> dict[str, Weighted]:
     """The loss in bits."""
-    nats, count = self._cross_entropy(outputs, batch)
+    nats, count = self.loss(outputs, batch)
     return {"bits_per_token": (nats / math.log(2.0), count)}
-
-  def _cross_entropy(self, outputs: tf.Tensor, batch: Batch) -> Weighted:
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["token"][:, 1:], outputs)
-    weight = tf.repeat(batch["weight"], self.length)
-    return weighted_sum(tf.reshape(losses, [-1]), weight)
 
 
 class _Collected:

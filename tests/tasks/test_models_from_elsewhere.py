@@ -234,24 +234,11 @@ def synchronized(model):
 
 
 class Application(Line):
-  training = None
-
   def source(self, split):
     return ArraySource(features={"x": IMAGES, "y": Y})
 
   def forward(self, batch, training):
-    training = training if self.training is None else self.training
     return self.model(batch["x"], training=training)[:, 0]
-
-
-class Frozen(Application):
-  """The statistics stay those it came with: what fine-tuning usually does."""
-
-  training = False
-
-
-def application(cls=Application, *, sync=False):
-  return cls(lambda: synchronized(backbone()) if sync else backbone())
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +250,7 @@ def local_statistics():
       [f"CPU:{i}" for i in range(count)],
       cross_device_ops=tf.distribute.ReductionToOneDevice(),
     )
-    task = application()
+    task = Application(backbone)
     trained(task, strategy, steps=2, optimizer=lambda: keras.optimizers.SGD(0.01))
     found.append(values(task))
   return found
@@ -275,10 +262,10 @@ def test_local_statistics_are_another_update(local_statistics):
   assert max(np.abs(a - b).max() for a, b in zip(one, two, strict=True)) > 1e-3
 
 
-@pytest.mark.parametrize(("cls", "sync"), [(Application, True), (Frozen, False)])
 @pytest.mark.whole
-def test_an_application_trains_on_two_replicas_as_on_one(mirrored, cls, sync):
-  tasks = [application(cls, sync=sync) for _ in range(2)]
+def test_an_application_trains_on_two_replicas_as_on_one(mirrored):
+  """With frozen statistics too: tests/tasks/test_transfer_learning.py."""
+  tasks = [Application(lambda: synchronized(backbone())) for _ in range(2)]
   for count, task in enumerate(tasks, 1):
     trained(task, mirrored(count), optimizer=lambda: keras.optimizers.SGD(0.01))
   for a, b in zip(*map(values, tasks), strict=True):

@@ -326,23 +326,6 @@ def test_the_lstm_reads_words_and_no_padding():
   assert np.ptp(wanted) > 0.01
 
 
-BOTH = pytest.mark.parametrize(
-  "network", [small_lstm, lambda length: bag_of_ngrams(vocabulary_size=9, length=length)]
-)
-
-
-@BOTH
-@pytest.mark.whole
-def test_more_padding_changes_nothing(network):
-  short, long = network(8), network(20)
-  random_weights(short)
-  long.set_weights(short.get_weights())
-  more = np.pad(ROWS, [(0, 0), (0, 12)])
-  np.testing.assert_allclose(
-    long.predict(more, verbose=0), short.predict(ROWS, verbose=0), rtol=1e-5, atol=1e-6
-  )
-
-
 # ---- Loss and metrics ----
 
 

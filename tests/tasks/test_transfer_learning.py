@@ -46,19 +46,8 @@ def make_task(**options):
   return TransferLearning(**{"data": data(), **small, **options})
 
 
-def tiny():
-  """A backbone of one convolution, for what does not depend on the backbone."""
-
-  def build(*, include_top, input_shape, weights):
-    assert (include_top, weights) == (False, None)
-    image = keras.Input(input_shape)
-    return keras.Model(image, keras.layers.Conv2D(4, 3, activation="relu", name="conv")(image))
-
-  return Backbone(build=build, preprocess_input=mobilenet_v2().preprocess_input)
-
-
 def normalised():
-  """The same with batch normalisation."""
+  """A backbone of one convolution and batch normalisation, for what does not depend on it."""
 
   def build(*, include_top, input_shape, weights):
     image = keras.Input(input_shape)
@@ -104,29 +93,26 @@ def test_the_backbone_is_trained_from_unfreeze_step_on(mirrored):
 # ---- Networks ----
 
 
-@pytest.mark.parametrize(
-  ("fine_tune", "trainable"), [(True, 2_880_257), (False, 1280 * 512 + 512 + 512 + 1)]
-)
-def test_mobilenet_has_the_parameters_of_its_papers_layers(fine_tune, trainable):
-  model = make_task(
-    backbone=mobilenet_v2(), units=(512,), input_shape=(224, 224, 3), fine_tune=fine_tune
-  ).build_model()
-  assert model.count_params() == 2_914_369
-  assert sum(int(np.prod(v.shape)) for v in model.trainable_variables) == trainable
-  assert model.output_shape == (None, 1)
-  assert model.get_layer("dropout_0").rate == 0.5
+MOBILENET = {"backbone": mobilenet_v2(), "units": (512,), "input_shape": (224, 224, 3)}
 
 
 @pytest.mark.parametrize(
-  ("backbone", "units", "parameters"),
-  [(efficientnet_v2_s, (4080, 4080), 42_249_130), (resnet50, (), 23_587_712 + 2048 * 10 + 10)],
+  ("options", "parameters", "trained"),
+  [
+    (MOBILENET, 2_914_369, 1280 * 512 + 512 + 512 + 1),
+    (MOBILENET | {"fine_tune": True}, 2_914_369, 2_880_257),
+    ({"backbone": efficientnet_v2_s(), "units": (4080, 4080)}, 42_249_130, 21_917_770),
+    ({"backbone": resnet50()}, 23_587_712 + 2048 * 10 + 10, 2048 * 10 + 10),
+  ],
+  ids=["mobilenet", "fine-tuned", "efficientnet", "resnet"],
 )
-@pytest.mark.whole
-def test_the_large_backbones_have_theirs(backbone, units, parameters):
-  task = make_task(backbone=backbone(), units=units, classes=10, fine_tune=True)
-  model = task.build_model()
+@pytest.mark.fast(options=[MOBILENET])
+def test_the_backbones_have_the_parameters_of_their_papers(options, parameters, trained):
+  classes = 2 if "input_shape" in options else 10
+  model = make_task(classes=classes, **options).build_model()
   assert model.count_params() == parameters
-  assert model.output_shape == (None, 10)
+  assert sum(int(np.prod(v.shape)) for v in model.trainable_variables) == trained
+  assert model.output_shape == (None, 1 if classes == 2 else 10)
 
 
 def test_pixels_are_what_each_backbone_takes():
@@ -273,7 +259,7 @@ def test_a_checkpoint_has_the_head_alone_and_goes_on_to_the_bit(tmp_path):
 
 @pytest.mark.parametrize("classes", [2, 3])
 def test_the_export_takes_raw_images(classes, tmp_path):
-  task = make_task(backbone=tiny(), classes=classes)
+  task = make_task(backbone=normalised(), classes=classes)
   keras.utils.set_random_seed(4)
   task.model = task.build_model()
   kernel = task.model.get_layer("logits").kernel
@@ -291,7 +277,7 @@ def test_the_export_takes_raw_images(classes, tmp_path):
 
 def test_three_classes_are_judged_as_by_numpy():
   labels = np.array([0, 1, 2, 0, 1, 2, 2, 2], np.int32)
-  task = make_task(classes=3, data=data(labels=labels), backbone=tiny())
+  task = make_task(classes=3, data=data(labels=labels), backbone=normalised())
   logits = RNG.normal(size=[EXAMPLES, 3]).astype(np.float32)
   weight = RNG.uniform(0.5, 2, EXAMPLES).astype(np.float32)
   batch = {"label": tf.constant(labels), "weight": tf.constant(weight)}
@@ -339,13 +325,12 @@ def test_fine_tuning_moves_weights_and_statistics_on_two_replicas(mirrored):
 # ---- Weights of a file ----
 
 
-@pytest.mark.parametrize("file", ["backbone.weights.h5", "whole.keras"])
-@pytest.mark.fast(file=["backbone.weights.h5"])
-def test_the_weights_may_be_a_file(file, tmp_path):
+@pytest.mark.whole
+def test_the_weights_may_be_those_of_a_whole_model(tmp_path):
   source = make_task(units=(3,), classes=5).build_model()
   _unlike_new(backbone_of(source))
-  path = str(tmp_path / file)
-  source.save(path) if file == "whole.keras" else backbone_of(source).save_weights(path)
+  path = str(tmp_path / "whole.keras")
+  source.save(path)
   model = make_task(weights=path).build_model()
   wanted = backbone_of(source).get_weights()
   for one, other in zip(backbone_of(model).get_weights(), wanted, strict=True):
