@@ -28,12 +28,17 @@ def values(folder, name):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_it_goes_on_as_it_did_then(kept, replicas):
-  """From step 20 to 30, to the losses that it logged then, dropout included."""
+def test_it_goes_on_as_it_did_then(kept, replicas, caplog):
+  """From step 20 to 30, to the losses that it logged then, dropout included.
+
+  Its config and its history name actions and options that are gone: a line says so.
+  """
   before = {name: values(kept, name) for name in ("loss", "gradient_norm", "loss_scale")}
   config = f"--gin_file={kept / 'operative_config.gin'}"
   on = f"--gin_param=auto.cpu_replicas = {replicas}"
   assert launch.main(["x", config, on, "--mode=train", f"--model_dir={kept}"]) == 0
+  gone = "LayerStatistics.every_steps, image_folder.max_bytes, @TimeBudget(), @LayerStatistics()"
+  assert f"left out, as nothing reads it any more: {gone}" in caplog.messages
   for name, expected in before.items():
     found = values(kept, name)
     assert sorted(found) == [5, 10, 15, 20, 25, 30]
