@@ -23,7 +23,8 @@ def claims(case, together):
   A narrow wire rounds: its cases show nothing of the place.
   """
   op = case.op if case.strategy == "mirrored" else ""
-  place = {"place": (case.strategy, op), "replicas": case.replicas, "model": case.model}
+  shared = case.strategy == "central_storage" and case.replicas > 1
+  place = {"place": (case.strategy, op, shared), "replicas": case.replicas, "model": case.model}
   shown = itertools.combinations(place.items(), together)
   left = ELSEWHERE if together == 1 else ()
   set_ = {(name, value) for name, value in options(case.scenario) if name not in left}

@@ -76,6 +76,8 @@ class Rule(abc.ABC):
         strategy.extended.update(
           self._raw[index], self._one, args=(index, tensor, rate), group=False
         )
+      count = models.raw(optimizer.iterations)  # tf_keras's has no aggregation
+      strategy.extended.update(count, lambda each: each.assign_add(1), group=False)
 
     tf.__internal__.distribute.interim.maybe_merge_call(
       update_each, tf.distribute.get_strategy(), optimizer._clip_gradients(tensors), rate
@@ -85,7 +87,6 @@ class Rule(abc.ABC):
       constraint = getattr(variable, "constraint", None)  # AutoGraph knows no :=
       if constraint is not None:
         variable.assign(constraint(variable))
-    models.raw(optimizer.iterations).assign_add(1)
 
   def _one(self, variable: tf.Variable, index: int, gradient: tf.Tensor, rate: TensorLike) -> None:
     assert self.update is not None
