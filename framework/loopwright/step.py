@@ -31,7 +31,7 @@ from loopwright.metrics import (
 from loopwright.optimizers import updates
 from loopwright.optimizers.adapters import DEFAULT, Optimizer, prefix
 from loopwright.optimizers.fusion import Fusion, Gradients
-from loopwright.step_parts import Draws, Scaling, StepParts, Trace
+from loopwright.step_parts import Draws, Scaling, StepParts, Trace, as_one
 from loopwright.step_parts import replica_id as replica_id
 
 T = TypeVar("T")
@@ -49,17 +49,19 @@ class Step(EvalStep):
     parts: what the verbs work with.
     draws: its random numbers.
     scaling: its loss scale.
+    traced: where it is traced.
+    observers: those of this replica.
   """
 
   def __init__(self, parts: StepParts) -> None:
     """Starts a step; the Trainer makes one per trace of the step."""
     super().__init__(parts.reduction, number=parts.step_number())
     self.parts = parts
-    self._traced = Trace()
+    self.traced = Trace()
     self.draws = Draws(parts.key)
     self.scaling = Scaling(parts.loss_scale, parts.global_batch_size)
-    self._observers = [observer.of_replica() for observer in parts.observers]
-    self.record.closing = [observer.metrics for observer in self._observers]
+    self.observers = [observer.of_replica() for observer in parts.observers]
+    self.record.closing = [observer.metrics for observer in self.observers]
 
   def surroundings(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
     """Statistics leave out padded rows in forward passes outside of `gradients` too."""
@@ -100,7 +102,7 @@ class Step(EvalStep):
         "pass, which XLA compiles for a single replica; use jit_compile=False."
       )
     if self.parts.jit_compile:
-      tensor = self._traced.gathers(tensor)
+      tensor = self.traced.gathers(tensor)
     return super().all_gather(tensor)
 
   def update(
@@ -128,16 +130,19 @@ class Step(EvalStep):
     Raises:
       ConfigError: called inside a branch or loop on a tensor.
     """
-    self._traced.require_outermost("step.update()")
+    self.traced.require_outermost("step.update()")
     variables = self.variables(optimizer)
     gradients, local_loss = self.gradients(loss_fn, batch, variables, when=when)
     gradients, loss = self.all_reduce(gradients, local_loss)
-    gradients = self.unscale(gradients, loss)
-    finite, norm = self.check(gradients)
-    gradients = self.clip(gradients, norm)
-    self.apply(gradients, finite & (loss.weight > 0), optimizer)
-    self.log_update(loss, finite, norm, optimizer)
-    return loss
+
+    def rest(gradients: Gradients, loss: Loss) -> None:
+      gradients = self.unscale(gradients, loss)
+      finite, norm = self.check(gradients)
+      gradients = self.clip(gradients, norm)
+      self.apply(gradients, finite & (loss.weight > 0), optimizer)
+      self.log_update(loss, finite, norm, optimizer)
+
+    return as_one(self, rest, gradients, loss, self._optimizer(optimizer))
 
   def variables(self, optimizer: str = DEFAULT) -> list[Variable]:
     """Returns the variables of an optimizer, in its order (any context).
@@ -217,7 +222,7 @@ class Step(EvalStep):
       return Loss.checked(converted(loss_fn)(batch))
 
     forward: LossFn = checked_loss
-    for observer in self._observers:
+    for observer in self.observers:
       forward = observer.forward(forward, self.record.add)
 
     def compute(batch: Batch) -> tuple[list[Gradient], Loss, dict[str, Checked]]:
@@ -299,11 +304,11 @@ class Step(EvalStep):
     Raises:
       ConfigError: called inside a branch or loop on a tensor.
     """
-    self._traced.require_outermost("step.all_reduce()")
+    self.traced.require_outermost("step.all_reduce()")
     packed = Gradients.as_given(gradients)
     scalars = [loss.total, loss.weight]
     reduce = self.parts.reduction.all_reduce
-    for observer in self._observers:
+    for observer in self.observers:
       reduce = functools.partial(observer.all_reduce, reduce)
     sums, scalars = reduce(packed.tensors, scalars)
     return packed.replaced(sums), Loss(*scalars)
@@ -344,7 +349,7 @@ class Step(EvalStep):
     """
     square = self.parts.compiled(Gradients.as_given(gradients).square)()
     finite, norm = tf.math.is_finite(square), tf.sqrt(square)
-    for observer in self._observers:
+    for observer in self.observers:
       observer.checked(finite, norm)
     return finite, norm
 
@@ -398,18 +403,21 @@ class Step(EvalStep):
       ConfigError: a gradient of another shape than its variable, or called inside a branch or loop
         on a tensor.
     """
-    self._traced.require_outermost("step.apply()")
     target = self._optimizer(optimizer)
     packed = Gradients.of(target.fusion, gradients)
     self.record.gets(target.variables, packed.missing, self.parts.frozen)
-    for observer in self._observers:
+    if self.traced.in_program:
+      updates.apply_here(target, packed, finite)
+      return
+    self.traced.require_outermost("step.apply()")
+    for observer in self.observers:
       finite = observer.allowed(finite)
       observer.applies(target, packed)
 
     def apply_if_finite(
       strategy: tf.distribute.Strategy, finite: PerReplica, tensors: Sequence[PerReplica]
     ) -> None:
-      for observer in self._observers:
+      for observer in self.observers:
         observer.before_update(target)
       updates.apply_if(
         strategy, finite, target, packed.replaced(tensors), self.parts.ema,
@@ -458,7 +466,7 @@ class Step(EvalStep):
       ConfigError: another shape, a second assignment in one step, a variable that the replicas
         have no copies of, or inside a branch or loop on a tensor.
     """
-    self._traced.require_outermost("step.assign()")
+    self.traced.require_outermost("step.assign()")
     self.record.assignments.add(variable, value, when)
 
   def seed(self) -> tf.Tensor:
@@ -490,7 +498,7 @@ class Step(EvalStep):
     except RuntimeError as error:  # as in branches.computed_if
       if "merge_call" not in str(error) or self.parts.jit_compile != "auto":
         raise
-      self.parts.left_out[part] = f"the replicas communicate in it{self._traced.gathers_at}"
+      self.parts.left_out[part] = f"the replicas communicate in it{self.traced.gathers_at}"
     self.draws.before = begun
     return compute()
 

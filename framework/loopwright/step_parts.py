@@ -14,20 +14,24 @@ from loopwright.aliases import Batch, Gradient, PerReplica, Variable
 from loopwright.errors import ConfigError
 from loopwright.graphs import operations, randomness, xla
 from loopwright.host import timing
-from loopwright.metrics import Weighted
+from loopwright.metrics import Checked, Loss, Weighted
 from loopwright.models import models
 from loopwright.observers import Observer
-from loopwright.optimizers import adapters
+from loopwright.optimizers import adapters, updates
 from loopwright.optimizers.adapters import Optimizer
-from loopwright.optimizers.fusion import Fusion
+from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.optimizers.loss_scale import LossScale
 from loopwright.strategies import placement
 from loopwright.strategies.reduction import Reduction
 
 if TYPE_CHECKING:
   from loopwright.optimizers.ema import Ema
+  from loopwright.step import Step
 
 T = TypeVar("T")
+_OURS = "loopwright.step"
+_AFTER = ("unscale", "check", "clip", "apply", "log_update")
+"""The verbs of `Step.update` after the reduction."""
 JitCompile: TypeAlias = bool | Literal["auto"]
 """Whether XLA compiles; "auto": what it can."""
 
@@ -68,7 +72,7 @@ class StepParts:
   @property
   def compiles_updates(self) -> bool:
     """Whether XLA compiles what follows the reduction too: on GPUs that saves launches."""
-    compiles = bool(self.jit_compile) and placement.here().on_gpus
+    compiles = bool(self.jit_compile) and placement.here().compiles
     if compiles:
       self.left_out["mean, check and update"] = ""
     return compiles
@@ -278,7 +282,10 @@ class Trace:
 
   Attributes:
     gathers_at: the place of the last call of `gathers` in the user's code, as a message ends.
+    in_program: whether all that follows the reduction is traced as one program.
   """
+
+  in_program = False
 
   def __init__(self) -> None:
     """Keeps the current graph (replica context)."""
@@ -299,6 +306,44 @@ class Trace:
         "and give the condition as when=, such as step.update(..., when=step.number % 2 == 0), and "
         "loop over a Python range."
       )
+
+
+def as_one(
+  step: Step,
+  rest: Callable[[Gradients, Loss], None],
+  gradients: Gradients,
+  loss: Loss,
+  optimizer: Optimizer,
+) -> Loss:
+  """Calls what follows the reduction, as one program if XLA compiles all of it; returns the loss.
+
+  Each verb is a part of its own where the update has a branch, or where a subclass of `Step` or an
+  observer has a say.
+  """
+  parts = step.parts
+  in_place = updates.in_place(optimizer, parts.ema, placement.here())
+  whole = gradients.fusion is optimizer.fusion and not any(gradients.missing)
+  changed = any(getattr(type(step), verb).__module__ != _OURS for verb in _AFTER)
+  if (
+    changed
+    or any(each.is_between for each in step.observers)
+    or not (in_place and whole and parts.compiles_updates)
+  ):
+    rest(gradients, loss)
+    return loss
+
+  def program() -> tuple[Loss, dict[str, Checked], tuple[tf.Tensor, tf.Tensor]]:
+    *pieces, total, weight = xla.taken_in([*gradients.tensors, loss.total, loss.weight])
+    with step.record.collected() as logged:
+      rest(gradients.replaced(pieces), found := Loss(total, weight))
+    return found, logged, step.record.updates.pop()
+
+  step.parts, step.traced.in_program = dataclasses.replace(parts, jit_compile=False), True
+  loss, logged, outcome = xla.program(program)()
+  step.parts, step.traced.in_program = parts, False
+  step.record.add(logged)
+  step.record.updates.append(outcome)
+  return loss
 
 
 class Scaling:

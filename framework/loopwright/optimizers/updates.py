@@ -12,6 +12,7 @@ from loopwright.aliases import Gradient, PerReplica, TensorLike, Variable
 from loopwright.errors import ConfigError
 from loopwright.graphs import branches
 from loopwright.models import models, replica_state
+from loopwright.optimizers import kernels
 from loopwright.optimizers.adapters import Optimizer
 from loopwright.optimizers.fusion import Gradients
 from loopwright.strategies import placement
@@ -41,10 +42,20 @@ def apply_if(
       ema.update(strategy, optimizer.variables)
 
   place = placement.of(strategy)
-  if optimizer.masks and ema is None and not place.shares_variables:
+  if in_place(optimizer, ema, place):
     optimizer.apply(strategy, gradients, finite, jit_compile=jit_compile)
   else:
     place.update_if(strategy.experimental_local_results(finite)[0], update)
+
+
+def in_place(optimizer: Optimizer, ema: Ema | None, place: placement.Placement) -> bool:
+  """Whether each replica updates its variables by itself, without a branch."""
+  return optimizer.masks and ema is None and not place.shares_variables
+
+
+def apply_here(optimizer: Optimizer, gradients: Gradients, finite: tf.Tensor) -> None:
+  """Updates this replica's variables `in_place` (replica context)."""
+  kernels.apply_masked(optimizer.optimizer, gradients, finite)
 
 
 @contextlib.contextmanager

@@ -176,6 +176,8 @@ def test_xla_compiles_what_it_can(more, kind, caplog):
   }.get(more, f"{UPDATE}; not {PASS}: {more}{place}")  # fmt: skip
   assert re.fullmatch(f"XLA compiles {expected}", said)
   assert (ours.compiled, theirs.compiled) == (said.removeprefix("XLA compiles "), "")
+  if more == "nothing" and several:  # before the reduction one on each replica, and one after it
+    assert len([*xla.programs(ours.graph())]) == 4
 
 
 @pytest.mark.parametrize("options", [{"eager": True}, {}])
