@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 
+import compiled
 import pytest
 import tiers
 
@@ -74,6 +75,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
   gc.freeze()  # what is there for good need not be looked through each time
   gc.set_threshold(50_000, 20, 50)  # traces make many objects that last
+
+
+@pytest.fixture(autouse=compiled.COMPILED, scope="session")
+def as_on_gpus():
+  """Trainers of CPUs are as on GPUs."""
+  with compiled.as_on_gpus():
+    yield
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import compiled
 import numpy as np
 import reference
 
@@ -27,6 +28,7 @@ class Scenario:
   an infinite gradient, its loss stays finite. `infinite_label_step`: the loss too is infinite.
   `idle_first_step` / `idle_last_step`: all weights of the first / last replica are zero.
   `empty_step`: all weights of the global batch are zero. `fused_below`: in place of fusion.SMALL.
+  `jit_compile`: True also trains as on GPUs, where XLA compiles the update too.
   """
 
   name: str
@@ -55,7 +57,7 @@ class Scenario:
   fused_below: int | None = None
   shard: bool = False
   eager: bool = False
-  jit_compile: bool = False
+  jit_compile: bool | str = "auto"
   evaluated: bool = False
   framework_inputs: bool = False
 
@@ -84,6 +86,13 @@ class Case:
     """Devices along "batch" and "model"; elsewhere each replica is one along "batch"."""
     on_mesh = self.strategy == "model_parallel"
     return tuple(map(int, self.op.split("x"))) if on_mesh else (self.replicas, 1)
+
+  @property
+  def compiled(self):
+    """Whether XLA compiles its steps, as on GPUs."""
+    shares = self.strategy == "central_storage" and self.replicas > 1
+    can = not (shares or self.scenario.eager or self.strategy == "model_parallel")
+    return can and (self.scenario.jit_compile is True or compiled.COMPILED)
 
   @property
   def devices(self):
@@ -245,12 +254,13 @@ def _optimizers():
 
 
 def _modes():
-  eager, xla = _variant("eager", eager=True), _variant("xla", jit_compile=True)
+  eager = _variant("eager", eager=True)
+  xla = _variant("xla", jit_compile=True, ema_decay=None)
   yield Case(scenario=eager)
   yield Case(scenario=eager, strategy="central_storage", model="tf_keras")
   yield Case(scenario=eager, strategy="default", replicas=1, model="module")
   yield Case(scenario=xla, strategy="default", replicas=1)
-  yield Case(scenario=xla, replicas=3, model="tf_keras")
+  yield Case(scenario=xla, replicas=3)
   yield Case(scenario=_variant("inputs", framework_inputs=True), replicas=3)
   yield Case(scenario=_variant("inputs", framework_inputs=True), replicas=4, op="collective")
 

@@ -7,13 +7,14 @@ import subprocess
 import sys
 
 import cases
+import compiled
 import numpy as np
 import pytest
 
 import loopwright
 
 HERE = pathlib.Path(__file__).parent
-TIMEOUT_S = 540
+TIMEOUT_S = 3600 if compiled.COMPILED else 540
 
 
 class Results:
@@ -21,13 +22,13 @@ class Results:
 
   def __init__(self, folder, selected):
     self._folder = folder
-    root = pathlib.Path(loopwright.__file__).parents[1]
+    paths = [pathlib.Path(loopwright.__file__).parents[1], HERE.parent / "support"]
     command = [sys.executable, str(HERE / "worker.py"), str(folder), *(c.id for c in selected)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     try:
       done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True,
-        timeout=TIMEOUT_S, check=False,
-      )  # fmt: skip
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+      )
     except subprocess.TimeoutExpired as error:
       self._output = f"after {TIMEOUT_S} s: {error.stderr}"
     else:

@@ -81,6 +81,14 @@ def test_the_loop_is_traced_once(case, results):
 
 
 @each(EXACT)
+def test_xla_compiles_all_that_it_should(case, results):
+  _, facts = results[case]
+  parts = "the forward and backward pass, the mean, check and update"
+  expected = "the step as one program" if case.replicas == 1 else parts
+  assert facts["compiled"] == (expected if case.compiled else "")
+
+
+@each(EXACT)
 def test_metrics_of_each_loop_equal_the_reference(case, results):
   _, facts = results[case]
   for actual, expected in zip(facts["loops"], cases.expected(case).loops, strict=True):

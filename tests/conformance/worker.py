@@ -8,6 +8,7 @@ replicas, because TensorFlow can hold one size of collective group only.
 """
 
 import collections
+import contextlib
 import faulthandler
 import functools
 import json
@@ -19,6 +20,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.update({} if "TESTS_ON_GPUS" in os.environ else {"CUDA_VISIBLE_DEVICES": "-1"})
 
 import cases
+import compiled
 import keras
 import mlp
 import numpy as np
@@ -153,6 +155,7 @@ def run_case(case):
     "evaluations": evaluated,
     "iterations": {n: int(o.optimizer.iterations.numpy()) for n, o in run.parts.optimizers.items()},
     "traces": run.traces,
+    "compiled": run.compiled,
     "global_step": int(run.global_step.numpy()),
     "position": int(run.position.numpy()),
     "skipped_steps": int(run.skipped_steps.numpy()),
@@ -210,7 +213,8 @@ def run_group(folder, ids):
   for case_id in ids:
     path = os.path.join(folder, case_id)
     try:
-      arrays, facts = run_case(cases.CASES[case_id])
+      with compiled.as_on_gpus() if cases.CASES[case_id].compiled else contextlib.nullcontext():
+        arrays, facts = run_case(cases.CASES[case_id])
     except Exception:
       with open(f"{path}.error", "w") as file:
         file.write(traceback.format_exc())
