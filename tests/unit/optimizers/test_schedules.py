@@ -158,27 +158,16 @@ def test_stairs_are_exact_when_compiled(jit_compile):
     assert compiled(at - 1).numpy() == np.float32(0.5 ** (stair - 1))
 
 
-@pytest.mark.parametrize(
-  "step",
-  [
-    50,
-    50.0,
-    np.int64(50),
-    np.float32(50),
-    tf.constant(50, tf.int32),
-    tf.constant(50, tf.int64),
-    tf.constant(50.0, tf.float32),
-    tf.constant(50.0, tf.float64),
-  ],
-)
-def test_any_scalar_is_a_step(step):
-  assert schedules.cosine_decay(initial=0.2, decay_steps=100).at(step).numpy() == np.float32(0.1)
+STEP_OF_ANY_KIND = [
+  *(50, 50.0, np.int64(50), np.float32(50)),
+  *(tf.constant(50, dtype) for dtype in (tf.int32, tf.int64, tf.float32, tf.float64)),
+  *(tf.Variable(50, dtype=tf.int64), keras.Variable(50, dtype="int64")),
+]
 
 
-def test_a_variable_of_either_kind_is_a_step():
+def test_any_scalar_is_a_step():
   schedule = schedules.cosine_decay(initial=0.2, decay_steps=100)
-  assert schedule.at(tf.Variable(50, dtype=tf.int64)).numpy() == np.float32(0.1)
-  assert schedule(keras.Variable(50, dtype="int64")).numpy() == np.float32(0.1)
+  assert [schedule.at(step).numpy() for step in STEP_OF_ANY_KIND] == 10 * [np.float32(0.1)]
 
 
 @pytest.mark.parametrize(("replicas", "expected"), [(1, 0.1), (2, 0.2), (3, 0.3)])
@@ -364,57 +353,53 @@ def test_a_users_own_function_has_no_config():
     Schedule(lambda step: 0.1).get_config()
 
 
+EXPONENTIAL = {"initial": 1, "decay_steps": 5, "decay_rate": 0.5}
+
+
 @pytest.mark.parametrize(
-  ("make", "message"),
+  ("name", "options", "message"),
   [
-    (lambda: schedules.constant(learning_rate=-0.1), "constant.learning_rate is -0.1; it must be"),
-    (lambda: schedules.constant(learning_rate=math.nan), "constant.learning_rate is nan"),
-    (lambda: schedules.constant(learning_rate="0.1"), "constant.learning_rate is '0.1'"),
-    (lambda: schedules.constant(learning_rate=True), "constant.learning_rate is True"),
+    ("constant", {"learning_rate": -0.1}, "learning_rate is -0.1; it must be"),
+    ("constant", {"learning_rate": math.nan}, "learning_rate is nan"),
+    ("constant", {"learning_rate": "0.1"}, "learning_rate is '0.1'"),
+    ("constant", {"learning_rate": True}, "learning_rate is True"),
+    ("linear_warmup", {"warmup_steps": -1, "after": 0.1}, "warmup_steps is -1; it must be a whole"),
+    ("linear_warmup", {"warmup_steps": 1.5, "after": 0.1}, "warmup_steps is 1.5"),
+    ("linear_warmup", {"warmup_steps": 1, "after": -1.0}, "after is -1.0"),
+    ("linear_warmup", {"warmup_steps": 1, "after": "x"}, "after is 'x'"),
+    ("linear_warmup", {"warmup_steps": 1, "after": 1, "start": -2}, "start is -2"),
     (
-      lambda: schedules.linear_warmup(warmup_steps=-1, after=0.1),
-      "linear_warmup.warmup_steps is -1; it must be a whole number of at least 0.",
+      "cosine_decay",
+      {"initial": 0.1, "decay_steps": 0},
+      "decay_steps is 0; it must be a whole num",
     ),
-    (lambda: schedules.linear_warmup(warmup_steps=1.5, after=0.1), "warmup_steps is 1.5"),
-    (lambda: schedules.linear_warmup(warmup_steps=1, after=-1.0), "linear_warmup.after is -1.0"),
-    (lambda: schedules.linear_warmup(warmup_steps=1, after="x"), "linear_warmup.after is 'x'"),
-    (lambda: schedules.linear_warmup(warmup_steps=1, after=1, start=-2), "linear_warmup.start"),
+    ("cosine_decay", {"initial": -1, "decay_steps": 1}, "initial is -1"),
+    ("cosine_decay", {"initial": 1, "decay_steps": 1, "final": -1}, "final is -1"),
+    ("exponential_decay", {**EXPONENTIAL, "decay_steps": -5}, "decay_steps is -5"),
+    ("exponential_decay", {**EXPONENTIAL, "decay_rate": 0}, "decay_rate is 0; it must be above 0."),
+    ("exponential_decay", {**EXPONENTIAL, "final": -1}, "final is -1"),
     (
-      lambda: schedules.cosine_decay(initial=0.1, decay_steps=0),
-      "cosine_decay.decay_steps is 0; it must be a whole number of at least 1.",
+      "piecewise_constant",
+      {"boundaries": [5, 5], "values": [1, 2, 3]},
+      r"boundaries is \[5, 5\]; each must be above",
     ),
-    (lambda: schedules.cosine_decay(initial=-1, decay_steps=1), "cosine_decay.initial is -1"),
-    (lambda: schedules.cosine_decay(initial=1, decay_steps=1, final=-1), "cosine_decay.final"),
+    ("piecewise_constant", {"boundaries": [0], "values": [1, 2]}, "boundaries is 0"),
+    ("piecewise_constant", {"boundaries": [2], "values": [1, -2]}, "values is -2"),
+    ("scaled", {"of": 0.1, "factor": -1}, "factor is -1"),
     (
-      lambda: schedules.exponential_decay(initial=1, decay_steps=-5, decay_rate=0.5),
-      "exponential_decay.decay_steps is -5",
+      "by_epoch",
+      {"of": 0.1, "steps_per_epoch": 0},
+      "steps_per_epoch is 0; it must be a whole numb",
     ),
-    (
-      lambda: schedules.exponential_decay(initial=1, decay_steps=5, decay_rate=0),
-      "exponential_decay.decay_rate is 0; it must be above 0.",
-    ),
-    (
-      lambda: schedules.piecewise_constant(boundaries=[5, 5], values=[1, 2, 3]),
-      r"piecewise_constant.boundaries is \[5, 5\]; each must be above",
-    ),
-    (lambda: schedules.piecewise_constant(boundaries=[0], values=[1, 2]), "boundaries is 0"),
-    (lambda: schedules.piecewise_constant(boundaries=[2], values=[1, -2]), "values is -2"),
-    (
-      lambda: schedules.piecewise_constant(boundaries=[5, 7], values=[1, 2]),
-      "has 2 boundaries and 2 values; it must have one value more than boundaries.",
-    ),
-    (lambda: schedules.scaled(of=0.1, factor=-1), "scaled.factor is -1"),
-    (
-      lambda: schedules.exponential_decay(initial=1, decay_steps=5, decay_rate=0.5, final=-1),
-      "exponential_decay.final is -1",
-    ),
-    (
-      lambda: schedules.by_epoch(of=0.1, steps_per_epoch=0),
-      "by_epoch.steps_per_epoch is 0; it must be a whole number of at least 1.",
-    ),
-    (lambda: schedules.times_replicas(value=-1), "times_replicas.value is -1"),
+    ("times_replicas", {"value": -1}, "value is -1"),
   ],
 )
-def test_a_bad_value_is_named(make, message):
-  with pytest.raises(ConfigError, match=message):
-    make()
+def test_a_bad_value_is_named(name, options, message):
+  with pytest.raises(ConfigError, match=rf"^{name}\.{message}"):
+    getattr(schedules, name)(**options)
+
+
+def test_each_stretch_has_a_value():
+  line = "has 2 boundaries and 2 values; it must have one value more than boundaries."
+  with pytest.raises(ConfigError, match=line):
+    schedules.piecewise_constant(boundaries=[5, 7], values=[1, 2])
