@@ -1,7 +1,8 @@
 """Loopwright: custom training loops for TensorFlow, correct on any number of replicas.
 
     import loopwright as lw
-    lw.run(task=lw.from_keras(model, x, y), train_steps=1000, global_batch_size=64, model_dir="m")
+    task = lw.from_keras(model, x, y, validation_data=(x_test, y_test))
+    lw.run(task=task, train_steps=1000, global_batch_size=64, model_dir="runs/m")
 
 `run` performs a whole run, configured by its arguments or by a gin file. Its parts are exported
 here.

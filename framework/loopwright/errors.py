@@ -16,7 +16,13 @@ INT64_MAX = 2**63 - 1
 
 
 class ConfigError(ValueError):
-  """A mistake in a config, a task or the data; launch.py prints its line and exits with 2."""
+  """A mistake in a config, a task or the data; launch.py prints its line and exits with 2.
+
+  >>> lw.ArraySource({"x": np.zeros(3), "y": np.zeros(2)})
+  Traceback (most recent call last):
+  loopwright.errors.ConfigError: features have different lengths ('x' 3, 'y' 2); they must have one
+    row per example.
+  """
 
 
 class UsageError(ConfigError):

@@ -1,9 +1,5 @@
 """Trains a compiled Keras model: what `fit` would do, in this framework's loop.
 
-    model.compile("adam", "mse", metrics=["mae"])
-    task = loopwright.from_keras(model, x, y)
-    run(task=task, train_steps=100, global_batch_size=32, model_dir="runs/line")
-
 docs/models-from-elsewhere.md compares it with `fit`.
 """
 
@@ -43,6 +39,15 @@ def from_keras(
   **of_fit: NoReturn,
 ) -> KerasTask:
   """Returns a task that trains a compiled model of Keras 3 or tf_keras as its `fit` does (host).
+
+  >>> x = np.linspace(-1, 1, 64)[:, np.newaxis]
+  >>> model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+  >>> model.compile(keras.optimizers.SGD(0.1), "mse")
+  >>> task = lw.from_keras(model, x, 3 * x, validation_data=(x, 3 * x))
+  >>> end = lw.run(task=task, train_steps=200, global_batch_size=16, model_dir="runs/line")
+  done: step 200 | eval loss ... | runs/line
+  >>> end["loss"] < 1e-9, model.get_weights()[0].round(3).tolist()
+  (True, [[3.0]])
 
   `run` uses the compiled optimizer; give it to a `Trainer` of your own as `task.own_optimizer`. The
   model itself is trained, never a copy.

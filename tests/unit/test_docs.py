@@ -1,6 +1,7 @@
 """README and docs: their code runs, their configs parse, their tables and links are true."""
 
 import configparser
+import doctest
 import functools
 import http.server
 import importlib.util
@@ -22,8 +23,10 @@ import tensorflow as tf
 from runs import make_trainer, records, values
 
 import launch
+import loopwright
 from loopwright import ArraySource, configurables
 from loopwright.commands import new
+from loopwright.optimizers import schedules
 from loopwright.running import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,6 +168,19 @@ def test_the_complete_task_trains(page, tmp_path):
 @pytest.mark.parametrize(("language", "file"), [("python", "waves.py"), ("gin", "waves.gin")])
 def test_the_task_is_the_one_that_new_makes(language, file):
   assert blocks(ROOT / "README.md", language)[0] == (new.TEMPLATE / file).read_text()
+
+
+def test_the_examples_of_docstrings_run():
+  finder, options = doctest.DocTestFinder(), doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+  runner = doctest.DocTestRunner(optionflags=options)
+  given = {"keras": keras, "lw": loopwright, "np": np, "tf": tf}
+  places = [*(getattr(loopwright, name) for name in loopwright.__all__), schedules]
+  found = [test for place in places for test in finder.find(place, place.__name__, globs=given)]
+  told = []
+  for test in found:
+    runner.run(test, out=told.append)
+  assert not runner.failures, "".join(told)
+  assert runner.tries > 35
 
 
 def test_a_task_is_short():

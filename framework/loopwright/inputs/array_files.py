@@ -39,6 +39,10 @@ def read_idx(path: str) -> np.ndarray:
 def load_arrays(path: str) -> dict[str, np.ndarray]:
   """Loads an .npz file, or a folder of .npy files, as name -> array, for `ArraySource` (host).
 
+  >>> np.savez("pairs.npz", x=[1, 2], y=[3, 4])
+  >>> {name: array.tolist() for name, array in lw.load_arrays("pairs.npz").items()}
+  {'x': [1, 2], 'y': [3, 4]}
+
   An .npz is read into memory. The .npy files of a folder are memory-mapped, so they may be larger
   than memory.
 

@@ -1,8 +1,5 @@
 """Length buckets: batches of a few shapes, each example padded to the next of some lengths.
 
-    lengths = np.array([len(text) for text in texts])
-    source = Buckets(padded, lengths=lengths, boundaries=(32, 64, 128), trim=("tokens",))
-
 Each bucket has the examples whose length is at most its boundary and above the one before, in
 random order, and batches of one shape. A step trains on a batch of one bucket. Which one is a
 function of (seed, step), so a restart is exact and all replicas and workers agree:
@@ -91,6 +88,10 @@ class Bucket(Source):
 
 class Buckets:
   """A source whose batches have a few shapes; `Task.source` may return it.
+
+  >>> texts, lengths = lw.ArraySource({"text": np.zeros([6, 8])}), [2, 3, 3, 7, 8, 1]
+  >>> lw.Buckets(texts, lengths=lengths, boundaries=[4, 8], trim=["text"]).describe(2)
+  '4 of length 4, 2 a batch; 2 of length 8, 2 a batch; 1 in a row'
 
   Attributes:
     source: with the examples of all lengths.

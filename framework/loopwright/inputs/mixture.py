@@ -1,10 +1,5 @@
 """A source of several sources, each with its share of the examples.
 
-    source = Mixture(
-      parts={"code": code, "prose": prose},
-      weights={0: {"code": 3, "prose": 1}, 64_000: {"code": 1, "prose": 1}},
-    )
-
 Which part a position reads is a function of the position alone. Of n examples of constant weights,
 a part with the share w has n x w, up to less than 1, at every n: example j of the part comes where
 n x w is above j - 1 and at most at the first n where it reaches j, and of the examples that may
@@ -208,6 +203,12 @@ class Mixture(Source):
 
   Its examples are numbered through: the first part's, the second's and so on. An evaluation has
   each once, whatever the weights.
+
+  >>> code, prose = (lw.ArraySource({"text": np.zeros(count)}) for count in (90, 50))
+  >>> weights = {0: {"code": 3, "prose": 1}, 400: {"code": 1, "prose": 1}}
+  >>> mixture = lw.Mixture(parts={"code": code, "prose": prose}, weights=weights)
+  >>> mixture.shares.before(400), mixture.shares.before(500)
+  ({'code': 300, 'prose': 100}, {'code': 350, 'prose': 150})
 
   Attributes:
     parts: name -> source.

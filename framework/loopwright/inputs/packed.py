@@ -1,13 +1,5 @@
 """Documents in rows of one length, several to a row, that do not see one another.
 
-    tokens = ArraySource(features={"token": np.concatenate(documents)})
-    lengths = [len(document) for document in documents]
-    source = Packed(tokens, lengths=lengths, length=256)
-
-    batch["segment"]        0 0 in padding, 1 1 1 2 2 ... for the documents of a row
-    batch["position"]       0 1 2 0 1 ... from 0 in each
-    attention_mask(batch["segment"])    which token sees which, for any layer of attention
-
 Which document lies where is a function of the lengths, computed once when the source is made. A row
 is an example: rows are shuffled, counted and recorded like those of any other source.
 """
@@ -33,6 +25,13 @@ WINDOW = 2**16
 
 class Packed(Source):
   """Documents in rows of one length; `Task.source` may return it, also as a part of a `Mixture`.
+
+  >>> tokens = lw.ArraySource({"token": np.arange(1, 10)})
+  >>> batch = lw.Packed(tokens, lengths=[3, 2, 4], length=5).fetch(tf.constant([0, 1]))
+  >>> batch["token"].numpy().tolist()
+  [[6, 7, 8, 9, 0], [1, 2, 3, 4, 5]]
+  >>> batch["segment"].numpy().tolist(), batch["position"].numpy().tolist()
+  ([[1, 1, 1, 1, 0], [1, 1, 1, 2, 2]], [[0, 1, 2, 3, 0], [0, 1, 2, 0, 1]])
 
   To the features of each token, [rows, length, ...] and 0 in padding, it adds "segment" and
   "position", both int32 [rows, length].

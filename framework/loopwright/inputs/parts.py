@@ -87,6 +87,10 @@ def prefixes(batch: Mapping[str, object]) -> list[str]:
 def part(batch: Mapping[str, tf.Tensor], name: str) -> Batch:
   """Returns a part's examples as a batch of their own, [n x ratio, ...] under plain names.
 
+  >>> batch = {"x": tf.constant([1]), "unlabelled/x": tf.constant([[2, 3]])}
+  >>> lw.part(batch, "unlabelled")["x"].numpy().tolist()
+  [2, 3]
+
   Args:
     batch: of `Sources`, with "<name>/..." of shape [n, ratio, ...].
     name: of the part.

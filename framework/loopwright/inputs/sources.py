@@ -1,9 +1,5 @@
 """What can be read: the interface of a source, and arrays. Each other kind has a file of its own.
 
-    source = ArraySource(features={"x": np.arange(10, dtype=np.float32)})
-    batch = source.fetch(tf.constant([3, 0, 3], tf.int64))
-    assert batch["x"].numpy().tolist() == [3.0, 0.0, 3.0]
-
 `inputs.datasets` orders and batches a source. Where a kind of source differs, it registers what it
 does with the function concerned, here or in `datasets`. So no kind is loaded before it is used.
 """
@@ -58,7 +54,12 @@ class Source(abc.ABC):
 
 @may_change(READS)
 class ArraySource(Source):
-  """Arrays with one row per example; memory-mapped arrays are read row by row."""
+  """Arrays with one row per example; memory-mapped arrays are read row by row.
+
+  >>> source = lw.ArraySource({"x": np.arange(10.0)})
+  >>> source.num_examples, source.fetch(tf.constant([3, 0, 3]))["x"].numpy().tolist()
+  (10, [3.0, 0.0, 3.0])
+  """
 
   def __init__(self, features: Mapping[str, np.ndarray]) -> None:
     """Checks the arrays; does not use TensorFlow's devices before the first dataset is made.

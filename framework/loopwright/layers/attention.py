@@ -1,7 +1,5 @@
 """Attention in one function, fused where the device has it.
 
-    mixed = lw.attention(query, key, value, causal=True, segment_ids=batch["segment"])
-
 There are three ways, and "auto" chooses one of them: "plain" is Keras's, which keeps the weights of
 all queries for the backward pass; "blocks" computes them for 128 queries at a time, and again in
 the backward pass, so memory grows with the length, not with its square; "cudnn" is the fused one of
@@ -78,6 +76,9 @@ def attention_mask(segment: tf.Tensor, *, causal: bool = True) -> tf.Tensor:
   It sees those of its own document, with `causal` up to itself. Make it once for all layers, such
   as `keras.layers.MultiHeadAttention(...)(x, x, attention_mask=mask)`. Padding sees padding, so no
   row is empty, and no document sees it.
+
+  >>> lw.attention_mask(tf.constant([[1, 1, 2]]))[0].numpy().astype(int).tolist()
+  [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
   """
   length = tf.shape(segment)[1]
   return Seen(causal, segment).tokens(length, length)
@@ -99,6 +100,10 @@ def attention(
 
   Vaswani et al., "Attention Is All You Need" (2017), section 3.2; grouped queries: Ainslie et al.,
   "GQA" (2023). The softmax is in float32. A query that sees nothing gets a mean without meaning.
+
+  >>> query = key = value = tf.ones([1, 3, 2, 4]) * tf.reshape([1.0, 2.0, 3.0], [1, 3, 1, 1])
+  >>> lw.attention(query, 0 * key, value, causal=True)[0, :, 0, 0].numpy().tolist()
+  [1.0, 1.5, 2.0]
 
   Args:
     query: [n, to, heads, size].

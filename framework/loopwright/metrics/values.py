@@ -18,7 +18,9 @@ Weighted: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 def weighted_sum(per_example: TensorLike, weight: TensorLike | None = None) -> Weighted:
   """Sums one value per example into a (total, weight) pair (any context).
 
-      return {"accuracy": lw.weighted_sum(hits, batch["weight"])}
+  >>> total, weight = lw.weighted_sum([3.0, 5.0, np.nan], [1.0, 0.5, 0.0])
+  >>> float(total), float(weight)
+  (5.5, 1.5)
 
   An example of weight 0 adds exactly 0, even if its value is not finite.
 
@@ -67,7 +69,9 @@ class _Sum(NamedTuple):
 class Sum(_Sum):
   """Plain sums over this replica's examples, for a metric that is not a mean (replica context).
 
-      return {"confusion": lw.Sum(tf.math.confusion_matrix(labels, found, 10, batch["weight"]))}
+  >>> labels, found, weight = [0, 1, 1], [0, 1, 0], [1, 1, 0]
+  >>> lw.Sum(tf.math.confusion_matrix(labels, found, 2, weight)).tensor.numpy().tolist()
+  [[1, 0], [0, 1]]
 
   For a confusion matrix, counts of bins, true positives of each class. `Task.derived` gets the sum
   over all replicas, batches and steps. Give rows of weight 0 no part in it: they are padding.
@@ -135,7 +139,9 @@ class _Sums(NamedTuple):
 class Loss(_Sums):
   """This replica's part of a loss: sums, not means, so that they add up over replicas.
 
-      return lw.Loss.from_examples(losses, batch["weight"])
+  >>> replicas = [lw.Loss.from_examples([3.0, 5.0, 1.0]), lw.Loss.from_examples([7.0])]
+  >>> float(sum(r.total for r in replicas) / sum(r.weight for r in replicas))
+  4.0
 
   Attributes:
     total: float scalar, the weighted sum of this replica's per-example losses.

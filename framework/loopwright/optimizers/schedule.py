@@ -28,6 +28,9 @@ ScheduleFunction = Callable[[tf.Tensor], TensorLike]
 class Schedule(keras.optimizers.schedules.LearningRateSchedule):
   """A function of the step that Keras 3 and tf_keras optimizers accept as learning rate.
 
+  >>> round(float(lw.Schedule(lambda step: 0.1 / (1 + step)).at(4)), 6)
+  0.02
+
   For `isinstance` it is a schedule of tf_keras too, once tf_keras is executed.
   """
 

@@ -1,9 +1,4 @@
-"""Learning rates as functions of the training step, for optimizers of both Keras generations.
-
-rate = linear_warmup(warmup_steps=500, after=cosine_decay(initial=0.1, decay_steps=10_000))
-optimizer = keras.optimizers.SGD(rate)   # tf_keras.optimizers.SGD(rate) works too
-float(rate.at(250))                      # 0.05
-"""
+"""Learning rates as functions of the training step, for optimizers of both Keras generations."""
 
 from __future__ import annotations
 
@@ -43,6 +38,12 @@ def linear_warmup(*, warmup_steps: int, after: Schedule | float, start: float = 
   So warm-up and a cosine decay of N steps take warmup_steps + N steps in total. With `start` 0 the
   first update changes nothing. Goyal et al. 2017 (arXiv:1706.02677) start at the rate of one
   worker.
+
+  >>> from loopwright.optimizers.schedules import cosine_decay, linear_warmup
+  >>> rate = linear_warmup(warmup_steps=100, after=cosine_decay(initial=0.2, decay_steps=200))
+  >>> [round(float(rate.at(step)), 3) for step in (0, 50, 100, 200, 300)]
+  [0.0, 0.1, 0.2, 0.1, 0.0]
+  >>> optimizer = keras.optimizers.SGD(rate)  # of tf_keras too
 
   Args:
     warmup_steps: at least 0.
