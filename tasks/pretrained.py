@@ -126,9 +126,15 @@ class Pretrained(ReadAtEachStart):
   def build_model(self) -> Any:
     """Returns the network; with adapters, those and the head alone, by name."""
     self.network = self.read()
+    backbone = self.network.backbone
+    longest = getattr(backbone, "max_sequence_length", None)  # None: any length
+    if longest is not None and self.length > longest:
+      raise ConfigError(
+        f"{type(self).__name__}.length is {self.length}, but the backbone of {self.preset!r} has "
+        f"positions for {longest} tokens; set at most that."
+      )
     if self.lora_rank is None:
       return self.network
-    backbone = self.network.backbone
     if self.int8:
       backbone.quantize("int8", filters=_is_frozen_matrix)
     backbone.enable_lora(self.lora_rank)

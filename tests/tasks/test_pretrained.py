@@ -361,6 +361,8 @@ def test_gradients_through_8_bits_are_those_of_the_whole_numbers(presets):
 def test_wrong_options_are_one_line(presets, options, line):
   with pytest.raises(ConfigError, match=line):
     classifier(presets, **options)
+  with pytest.raises(ConfigError, match="length is 9, but .* positions for 8 tokens"):
+    classifier(presets, length=9).build_model()
 
 
 @pytest.mark.parametrize(

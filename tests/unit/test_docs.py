@@ -125,7 +125,7 @@ def test_python_blocks_run(page, code, capsys):
   elif "runs/digits_cnn/export" in code:
     np.testing.assert_allclose(np.sum(module.probabilities, axis=1), [1, 1, 1], rtol=1e-5)
   elif "lw.load(" in code:
-    assert (module.logits.shape, module.images.num_examples) == ((3, 10), 359)
+    assert module.logits.shape == (5, 10)
   if "import pyarrow" in code:
     given = [9.25, 3.5] if "class Rows" in code else module.fares["fare"][[2, 0]]
     np.testing.assert_allclose(module.source.fetch(tf.constant([2, 0]))["fare"], given, rtol=1e-6)

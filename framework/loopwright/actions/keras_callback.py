@@ -23,7 +23,7 @@ _INSTEAD: Mapping[str, str] = {
   "ModelCheckpoint": "lw.BestCheckpoint(), and run.checkpoint_every_steps",
   "ProgbarLogger": "nothing, as each run shows its progress",
   "SwapEMAWeights": "Trainer.ema_decay",
-  "TensorBoard": "lw.TensorBoard(), and nothing for the curves",
+  "TensorBoard": "nothing for curves, lw.TensorBoard() for histograms",
   "TerminateOnNaN": "lw.StopOnNonFinite()",
 }
 """Callbacks of Keras that need `fit`, and what a run has for them."""

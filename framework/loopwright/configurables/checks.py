@@ -198,8 +198,11 @@ def _check_value(binding: Binding, graph: Graph) -> None:
     raise ConfigError(f"{binding} is {binding.value}; a later line or --gin_param must set it.")
   _check_circle(binding, value, graph)
   _check_secret(binding)
-  parameter = table.parameters(binding.name).get(binding.parameter)
-  if binding.name == MACRO or parameter is None or repr(value) == repr(parameter.default):
+  if binding.name == MACRO:
+    return
+  known = (table.inherited(binding.name) or {}) | table.parameters(binding.name)
+  parameter = known.get(binding.parameter)
+  if parameter is None or repr(value) == repr(parameter.default):
     return
   told = redaction.shown(str(binding), graph.told(binding.value))
   if not fits(value, parameter.annotation):

@@ -75,6 +75,7 @@ def import_module(module: str) -> None:
       raise ConfigError(f"import {module} failed: {line}") from error
     if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
       hint = suggest(module, registry.load("part", "own_modules")())
+      hint = hint or " Start where it is found, or add its folder to PYTHONPATH."
       raise ConfigError(f"no module named {module!r}.{hint}") from error
     raise ConfigError(_failure(module, error)) from error
 

@@ -172,12 +172,12 @@ def takes_any(selector: str) -> bool:
   return _has_kwargs(entry(selector).wrapped) and not entry(selector).allowlist
 
 
-def inherited(selector: str) -> set[str] | None:
+def inherited(selector: str) -> dict[str, inspect.Parameter] | None:
   """Returns the parameters that a class takes as **kwargs for its bases; None if it takes any."""
-  target, names = entry(selector).wrapped, set[str]()
+  target, names = entry(selector).wrapped, dict[str, inspect.Parameter]()
   for base in target.__mro__ if inspect.isclass(target) else ():
     if init := vars(base).get("__init__"):
-      names |= _named(init).keys() - {"self"}
+      names = {n: p for n, p in _named(init).items() if n != "self"} | names
       if base is object or not _has_kwargs(init):
         return names
       if not _only_for_bases(init):

@@ -303,7 +303,7 @@ def test_a_double_star_parameter_takes_any_name():
 CHILD = """
 import loopwright.configurables as c
 class Base:
-  def __init__(self, *, width=1, depth=2): self.got = width, depth
+  def __init__(self, *, width: int = 1, depth=2): self.got = width, depth
 class Middle(Base):
   def __init__(self, *, height=3, **options):
     super().__init__(**options)
@@ -325,6 +325,7 @@ def test_a_name_for_a_base_class_is_checked():
     mistake(f"{text}Child.widht = 3") == "x.gin:5: Child has no parameter 'widht'. "
     "Did you mean 'width'?"
   )
+  assert "Child.width is '3'; it must be int" in mistake(f"{text}Child.width = '3'")
   parse(f"{text}Child.width = 3\nChild.height = 1\nChild.age = 5")
   assert result()["trainer"].anything.got == (3, 2)
 
