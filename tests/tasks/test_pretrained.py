@@ -350,6 +350,28 @@ def test_gradients_through_8_bits_are_those_of_the_whole_numbers(presets):
   assert likeness(gradients(int8=True, everything=True)) < 0.9
 
 
+@pytest.mark.whole
+def test_a_compiled_classifier_reads_texts_as_fit_does(presets, tmp_path):
+  def made():
+    keras.utils.set_random_seed(1)
+    model = hub.BertTextClassifier.from_preset(str(presets / "bert"), num_classes=2)
+    model.compile(
+      keras.optimizers.SGD(RATE), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    return model
+
+  x, y = np.array(["the film is good", "a bad film", "the good"] * 2), np.array([1, 0, 1] * 2)
+  expected, model = made(), made()
+  expected.fit(x, y, batch_size=2, shuffle=False, verbose=0)
+  task = loopwright.from_keras(model, x, y)
+  running.run(
+    task=task, mode="train", train_steps=3, global_batch_size=2, shuffle=False,
+    strategy=factories.default, model_dir=str(tmp_path),
+  )  # fmt: skip
+  for ours, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
   ("options", "line"),
   [
@@ -361,7 +383,7 @@ def test_gradients_through_8_bits_are_those_of_the_whole_numbers(presets):
 def test_wrong_options_are_one_line(presets, options, line):
   with pytest.raises(ConfigError, match=line):
     classifier(presets, **options)
-  with pytest.raises(ConfigError, match="length is 9, but .* positions for 8 tokens"):
+  with pytest.raises(ConfigError, match=r"length is 9, but .* positions for 8 tokens"):
     classifier(presets, length=9).build_model()
 
 
