@@ -23,8 +23,7 @@ IMAGES = RNG.integers(0, 256, size=[30, 28, 28, 1], dtype=np.uint8)
 class Regression(Task):
   """The sine of a sum, by a small network of either Keras generation, with dropout."""
 
-  def __init__(self, *, library="keras"):
-    self.library = KERAS[library]
+  library = keras
 
   def build_model(self):
     return network([6], *self.hidden(self.library.layers), library=self.library)
@@ -146,7 +145,7 @@ def subject(task, *, library="keras", optimizer=None, **options):
 
 def old(task):
   """The subject of a task with tf_keras."""
-  return subject(lambda: task(library="tf_keras"), library="tf_keras")
+  return subject(type("Old", (task,), {"library": KERAS["tf_keras"]}), library="tf_keras")
 
 
 def digits_cnn():

