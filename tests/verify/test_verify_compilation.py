@@ -6,7 +6,6 @@ from defects import compilation as defects
 from defects import restore as state
 from defects.small import explained, place
 
-from loopwright.tools.verify.bench import xla
 from loopwright.tools.verify.checks import compilation
 
 
@@ -46,7 +45,7 @@ DEFECTS = {
 @pytest.mark.parametrize("name", DEFECTS)
 @pytest.mark.fast(name=list(DEFECTS)[:3])
 def test_a_defect(name, monkeypatch):
-  monkeypatch.setattr(xla, "check", lambda *_: sound_xla())
+  monkeypatch.setattr(compilation, "xla_clean", lambda subject: sound_xla())
   check, cause, told, text = DEFECTS[name]
   kind = getattr(defects, name)
   results = by_check(sound.subject(kind))
@@ -54,11 +53,11 @@ def test_a_defect(name, monkeypatch):
 
 
 def sound_xla():
-  return compilation.Result(group="compilation", check=xla.NAME, status="passed")
+  return compilation.Result(group="compilation", check=compilation.XLA_CLEAN, status="passed")
 
 
 def test_variables_that_the_step_makes(monkeypatch):
-  monkeypatch.setattr(xla, "check", lambda *_: sound_xla())
+  monkeypatch.setattr(compilation, "xla_clean", lambda subject: sound_xla())
   results = by_check(sound.subject(state.Late))
   assert failed(results) == {compilation.TRACED_ONCE: "variables created in the step"}
   assert "2 traces; the step made" in results[compilation.TRACED_ONCE].detail
@@ -74,35 +73,33 @@ def test_what_xla_does_not_compile_is_named(name):
   op, text = XLA[name]
   kind = getattr(defects, name)
   where = place(kind, text)
-  asked = xla.check(sound.subject(kind, options={"jit_compile": True}), compilation.GROUP)
+  asked = compilation.xla_clean(sound.subject(kind, options={"jit_compile": True}))
   assert (asked.status, asked.cause) == ("failed", "operations without an XLA kernel")
   assert f"{op} ({where})" in asked.detail
   assert asked.place == where
   if name == "Strings":
     assert "StringToHashBucketFast (" in asked.detail
-  unasked = xla.check(sound.subject(kind), compilation.GROUP)
+  unasked = compilation.xla_clean(sound.subject(kind))
   assert unasked.status == "not applicable"
   assert unasked.detail == (f"Trainer.jit_compile is not set; would not compile: {asked.detail}")
 
 
 def test_another_result_under_xla():
   subject = sound.subject(defects.Negative, options={"jit_compile": True})
-  result = xla.check(subject, compilation.GROUP)
+  result = compilation.xla_clean(subject)
   assert (result.status, result.cause) == ("failed", "different result under XLA")
   assert result.place == place(defects.Negative, "[-3, -5]")
 
 
 def test_shapes_that_depend_on_values_are_told():
-  result = xla.check(sound.subject(defects.Selecting), compilation.GROUP)
+  result = compilation.xla_clean(sound.subject(defects.Selecting))
   assert result.status == "passed"
   where = place(defects.Selecting, "boolean_mask")
   assert f"with shapes that depend on values: Where ({where})" in result.detail
 
 
 def test_random_numbers_with_a_state_cannot_be_compared():
-  result = xla.check(
-    sound.subject(defects.Unseeded, options={"jit_compile": True}), compilation.GROUP
-  )
+  result = compilation.xla_clean(sound.subject(defects.Unseeded, options={"jit_compile": True}))
   assert result.status == "not applicable"
   assert "follow no seed" in result.detail
 
@@ -112,7 +109,7 @@ def test_random_numbers_with_a_state_cannot_be_compared():
 def test_a_right_task(name):
   results = by_check(sound.SUBJECTS[name]())
   assert {r.status for r in results.values()} == {"passed"}, results
-  assert results[xla.NAME].values["difference"] < 1e-4
+  assert results[compilation.XLA_CLEAN].values["difference"] < 1e-4
 
 
 def test_nothing_is_compiled_eagerly():

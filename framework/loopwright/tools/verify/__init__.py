@@ -21,13 +21,11 @@ last_report.py says which results still hold. bench/ has the tools of the checks
     made_variables.py variables that the model does not have
     harness.py        a Trainer as `run` makes it, with its input, in loops
     shared_noise.py   noise that does not differ between the steps that are compared
-    seeded_rows.py    rows as preprocess() gets them, and on what of others they depend
     layer_calls.py    which models a step calls in training mode
     random_draws.py   which operations draw, and where
     survey.py         digests of examples
     fitted.py         statistics and words of the evaluation set among what a task keeps
     other_process.py  whether another process makes the same examples
-    xla.py            operations that XLA cannot compile
     held_state.py     state of a task outside of its checkpoint
     recording.py      the verbs that a step calls, and on which gradients
     source_lines.py   the line of the user's code behind a finding

@@ -8,13 +8,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from loopwright.aliases import Model
 from loopwright.graphs import operations as graphs
-from loopwright.models import models
 from loopwright.tools.verify.bench import (
   bench,
   random_draws,
@@ -25,6 +22,7 @@ from loopwright.tools.verify.bench import (
 from loopwright.tools.verify.bench import explanations as known
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Outcome, Rows, Subject
 from loopwright.tools.verify.bench.explanations import FITS, Part, fits, weighted_mean
+from loopwright.tools.verify.bench.layer_calls import normalisations
 from loopwright.tools.verify.bench.loss_graph import division
 from loopwright.tools.verify.report import Explanation
 
@@ -321,9 +319,3 @@ def _noisy(one: Outcome, other: Outcome) -> frozenset[int]:
 
 def _backwards(batch: Rows) -> Rows:
   return {name: value[::-1] for name, value in batch.items()}
-
-
-def normalisations(model: Model, *, trainable: bool = False) -> list[Any]:
-  """Returns the layers of a model that normalise over the batch; `trainable`: none is frozen."""
-  found = (each for each in models.layers(model) if "BatchNormalization" in type(each).__name__)
-  return [layer for layer in found if layer.trainable or not trainable]

@@ -84,6 +84,12 @@ def watch() -> Iterator[Calls]:
     yield calls
 
 
+def normalisations(model: Model, *, trainable: bool = False) -> list[Any]:
+  """Returns the layers of a model that normalise over the batch; `trainable`: none is frozen."""
+  found = (each for each in models.layers(model) if "BatchNormalization" in type(each).__name__)
+  return [layer for layer in found if layer.trainable or not trainable]
+
+
 def random_layers(model: Model, *, frozen: bool = False) -> list[str]:
   """Returns the names of a model's layers that draw random numbers in training.
 

@@ -6,23 +6,19 @@ seeds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
+import tensorflow as tf
 
-from loopwright.inputs import datasets
+from loopwright.inputs import datasets, ordering
+from loopwright.inputs.parts import prefixes
+from loopwright.inputs.sources import main_source, of_one_shape
 from loopwright.task import Task
-from loopwright.tools.verify.bench import random_draws, seeded_rows, source_lines, survey
+from loopwright.tools.verify.bench import random_draws, source_lines, survey
 from loopwright.tools.verify.bench.bench import Rows, Subject
-from loopwright.tools.verify.bench.random_draws import (
-  FIXED,
-  FROZEN,
-  ONCE,
-  STATEFUL,
-  Draw,
-  Watched,
-  listed,
-)
+from loopwright.tools.verify.bench.random_draws import Draw, Watched, listed
 from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("randomness")
@@ -35,8 +31,9 @@ EACH = (
   "draw for each row with its own seed: loopwright.graphs.randomness.draw_each, or tf.map_fn "
   "over batch['seed']; then a row is the same whatever its batch, its place and its worker"
 )
-
-
+ANOTHER_EPOCH = 1_000_000
+OTHERS = 7
+"""Examples to put in the place of the first: some may be of the same class."""
 NAMES = (
   "augmentation repeats with the seed", "augmentation differs between epochs",
   "augmentation differs between examples", "no augmentation in evaluation",
@@ -54,13 +51,13 @@ def results(subject: Subject, task: Task) -> Iterator[Result]:
 
 
 def _training(subject: Subject, task: Task) -> Iterator[Result]:
-  rows, position = seeded_rows.of_training(subject, task)
-  first, second = (seeded_rows.seeded(rows, subject, position=each) for each in (0, position))
+  rows, position = rows_of_training(subject, task)
+  first, second = (seeded(rows, subject, position=each) for each in (0, position))
   renumbered = {**first, "example_id": first["example_id"] + 1}
   batches = [first, first, second, renumbered]
   with random_draws.watch(task) as watched:
-    once, again, later, others = seeded_rows.preprocessed(task, batches, True)
-  [afresh] = seeded_rows.preprocessed(task, [first], True)
+    once, again, later, others = preprocessed(task, batches, True)
+  [afresh] = preprocessed(task, [first], True)
   changed = survey.apart(once, later)
   frozen = survey.apart(once, afresh) or (watched.in_python and not changed)
   same = watched.draws and not changed and not survey.apart(once, others)
@@ -88,13 +85,11 @@ def _training(subject: Subject, task: Task) -> Iterator[Result]:
 def _of_each(subject: Subject, task: Task, rows: Rows, watched: Watched) -> Result:
   """Checks that equal examples of a batch come out different, if those of other batches do."""
   equal = {
-    key: value[np.zeros(len(value), np.int64)] if seeded_rows.is_data(key) else value
+    key: value[np.zeros(len(value), np.int64)] if is_data(key) else value
     for key, value in rows.items()
   }
-  batches = [
-    seeded_rows.seeded(equal, subject, position=1000 * each, step=each) for each in range(BATCHES)
-  ]
-  made = seeded_rows.preprocessed(task, batches, True)
+  batches = [seeded(equal, subject, position=1000 * each, step=each) for each in range(BATCHES)]
+  made = preprocessed(task, batches, True)
   alike = [not survey.apart(_turned(each), each) for each in made]
   if not all(alike) or len(rows["weight"]) < 2:
     return GROUP.passed(EXAMPLES, "equal examples of a batch come out different")
@@ -111,7 +106,7 @@ def _stateful(task: Task, feature: str, watched: Watched) -> Result:
   remedy = f"{BY_SEED}: ops with their own state give other numbers after a restart"
   words = ("tf.random.", "random_", "np.random", "random.")
   place = _place(task, watched.stateful or watched.draws, *words)
-  return GROUP.failed(REPEATS, told, STATEFUL, remedy, place)
+  return GROUP.failed(REPEATS, told, random_draws.STATEFUL, remedy, place)
 
 
 def _frozen(task: Task) -> Result:
@@ -119,12 +114,16 @@ def _frozen(task: Task) -> Result:
     "numbers are drawn in Python while preprocess() is traced: all examples get the same ones, "
   )
   place = _place(task, [], "np.random", "default_rng", "random.")
-  return GROUP.failed(EPOCHS, f"{told}in all epochs", FROZEN, ONCE + BY_SEED, place)
+  return GROUP.failed(
+    EPOCHS, f"{told}in all epochs", random_draws.FROZEN, random_draws.ONCE + BY_SEED, place
+  )
 
 
 def _fixed(task: Task, fixed: list[Draw]) -> Result:
   told = f"the same numbers are drawn in all batches{listed(fixed)}"
-  return GROUP.failed(EPOCHS, told, FIXED, BY_SEED, _place(task, fixed, "seed=", "stateless_"))
+  return GROUP.failed(
+    EPOCHS, told, random_draws.FIXED, BY_SEED, _place(task, fixed, "seed=", "stateless_")
+  )
 
 
 def _evaluation(subject: Subject, task: Task) -> Result:
@@ -137,8 +136,8 @@ def _evaluation(subject: Subject, task: Task) -> Result:
   backwards = {key: value[::-1] for key, value in rows.items()}
   try:
     with random_draws.watch(task) as watched:
-      once, again, turned = seeded_rows.preprocessed(task, [rows, rows, backwards], False)
-    [afresh] = seeded_rows.preprocessed(task, [rows], False)
+      once, again, turned = preprocessed(task, [rows, rows, backwards], False)
+    [afresh] = preprocessed(task, [rows], False)
   except Exception as error:
     return of_training_alone(GROUP, EVALUATION, task, error)
   turned = {key: value[::-1] for key, value in turned.items()}
@@ -173,3 +172,72 @@ def of_training_alone(group: Group, check: str, task: Task, error: Exception) ->
 def _turned(rows: Rows) -> Rows:
   """Returns the rows, each in the place of the next."""
   return {name: np.roll(value, 1, axis=0) for name, value in rows.items()}
+
+
+# ---- Rows as preprocess() gets them ----
+
+
+def rows_of_training(subject: Subject, task: Task, *, most: int = 16) -> tuple[Rows, int]:
+  """Returns the first rows of training, without seeds, and the position of the next epoch."""
+  source = of_one_shape(task.source("train"))
+  examples = main_source(source).num_examples
+  count = min(most, examples or most)
+  batches = datasets.train_dataset(source, global_batch_size=count, seed=subject.seed)
+  return next(batches.as_numpy_iterator()), examples or ANOTHER_EPOCH
+
+
+def seeded(rows: Rows, subject: Subject, *, position: int = 0, step: int = 0) -> Rows:
+  """Returns the rows with the seeds that they have at a position, and the number of a step."""
+  made: Rows = {**rows, "step": np.full(len(rows["weight"]), step, np.int64)}
+  for prefix in prefixes(rows):
+    shape, seed = rows[f"{prefix}example_id"].shape, subject.seed
+    if prefix:
+      seed = ordering.seed_of_part(seed, prefix[:-1])
+    first = position * math.prod(shape[1:])
+    seeds = ordering.seeds_at(first + tf.range(math.prod(shape), dtype=tf.int64), seed=seed)
+    made[f"{prefix}seed"] = seeds.numpy().reshape([*shape, 2])
+  return made
+
+
+def is_data(name: str) -> bool:
+  """Whether a feature belongs to the example, rather than to its place in training."""
+  return name.rpartition("/")[2] not in ("seed", "step", "example_id")
+
+
+def preprocessed(task: Task, batches: list[Rows], training: bool) -> list[Rows]:
+  """Returns what preprocess() makes of the examples of some batches of one shape."""
+  made = survey.preprocessed(task.preprocess, batches, training)
+  return [{key: value for key, value in rows.items() if is_data(key)} for rows in made]
+
+
+def dependence(task: Task, rows: Rows) -> tuple[str, str] | None:
+  """Returns a feature of an example that depends on another example, and on what of it.
+
+  Args:
+    task: with a preprocess().
+    rows: seeded.
+
+  Returns:
+    (feature, "contents" or "seed"); None if only the example's own counts, or if it is random.
+  """
+  count = len(rows["weight"])
+  if count < 2:
+    return None
+
+  def with_first(names: list[str], other: int, of: Rows) -> Rows:
+    return {**rows, **{n: np.concatenate([of[n][other:][:1], rows[n][1:]]) for n in names}}
+
+  contents = [name for name in rows if is_data(name) and name != "weight"]
+  seeds = [name for name in rows if name.rpartition("/")[2] == "seed"]
+  others = range(1, min(count, 1 + OTHERS))
+  changed = [with_first(contents, other, rows) for other in others]
+  by_seed = with_first(seeds, 0, {name: rows[name] + 1 for name in seeds})
+  made = preprocessed(task, [rows, rows, by_seed, *changed], True)
+  once, again, of_seed, *of_contents = [{n: v[1:] for n, v in each.items()} for each in made]
+  if survey.apart(once, again):
+    return None
+  for each in of_contents:
+    if feature := survey.apart(once, each, tolerance=1e-5):
+      return feature, "contents"
+  feature = survey.apart(once, of_seed, tolerance=1e-5)
+  return (feature, "seed") if feature else None

@@ -29,7 +29,6 @@ from loopwright.tools.verify.bench import (
   fitted,
   other_process,
   random_draws,
-  seeded_rows,
   source_lines,
   survey,
 )
@@ -324,9 +323,9 @@ class Reading:
 
   def _not_apart(self, name: str, mixed: str) -> Result:
     """Says why a worker makes other rows than the whole batch has."""
-    rows, _ = seeded_rows.of_training(self.subject, self.task)
+    rows, _ = augmentation.rows_of_training(self.subject, self.task)
     with random_draws.watch(self.task) as watched:
-      found = seeded_rows.dependence(self.task, seeded_rows.seeded(rows, self.subject))
+      found = augmentation.dependence(self.task, augmentation.seeded(rows, self.subject))
     if watched.stateful or watched.in_python:
       return GROUP.passed(name, f"each example id once; {mixed!r} is random")
     if found and found[1] == "contents":

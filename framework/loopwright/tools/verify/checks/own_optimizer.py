@@ -18,15 +18,9 @@ from loopwright.inputs.parts import prefixes
 from loopwright.models import models
 from loopwright.optimizers.loss_scale import dynamic
 from loopwright.tools.verify.bench import explanations as known
-from loopwright.tools.verify.bench import source_lines
+from loopwright.tools.verify.bench import layer_calls, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Outcome, Rows
-from loopwright.tools.verify.bench.comparison import (
-  AFTER_STEPS,
-  METHODS,
-  Comparison,
-  Difference,
-  normalisations,
-)
+from loopwright.tools.verify.bench.comparison import AFTER_STEPS, METHODS, Comparison, Difference
 from loopwright.tools.verify.checks import order
 from loopwright.tools.verify.report import Explanation, Group, Result
 
@@ -174,7 +168,7 @@ def _overflow(of: Comparison, skips: Mapping[int, tuple[Outcome, list[bool]]]) -
 
 def _spoiled(of: Comparison, outcomes: Mapping[int, Outcome]) -> str:
   """Returns what an overflow has done to a variable that no optimizer updates; "" if nothing."""
-  layers = normalisations(of.task.model)  # Keras updates their statistics in each step
+  layers = layer_calls.normalisations(of.task.model)  # Keras updates their statistics in each step
   own = {id(models.raw(v)) for layer in layers for v in layer.variables}
   kept = [i for i in sorted(of.state) if id(of.alone.variables[i]) not in own]
   for outcome in outcomes.values():

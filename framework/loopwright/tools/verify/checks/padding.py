@@ -8,10 +8,10 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.errors import ConfigError
-from loopwright.tools.verify.bench import bench, source_lines
+from loopwright.tools.verify.bench import bench, layer_calls, source_lines
 from loopwright.tools.verify.bench import explanations as known
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Rows
-from loopwright.tools.verify.bench.comparison import LEAST, Comparison, Difference, normalisations
+from loopwright.tools.verify.bench.comparison import LEAST, Comparison, Difference
 from loopwright.tools.verify.report import Explanation, Group, Result
 
 GROUP = Group("replicas")
@@ -48,7 +48,7 @@ def _padding(of: Comparison) -> Result:
   if (again := of.retraced()).worst > of.tolerance:
     of.blamed, told = known.TRACED_VALUE, f"the same step, traced again: {again.detail}"
     return GROUP.explained(PADDING, told, of.blamed, of.find(of.blamed))
-  if normalised := [layer.name for layer in normalisations(of.task.model)]:
+  if normalised := [layer.name for layer in layer_calls.normalisations(of.task.model)]:
     why = f"{normalised[0]} normalises over all rows of a batch, padding included"
     return GROUP.skipped(PADDING, why)
   if found.worst > of.tolerance and what == OTHER_CONTENTS and _mixes(of):

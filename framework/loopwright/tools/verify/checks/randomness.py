@@ -20,7 +20,6 @@ from loopwright.evaluator import Evaluator
 from loopwright.models import models
 from loopwright.tools.verify.bench import bench, layer_calls, random_draws, source_lines, survey
 from loopwright.tools.verify.bench.bench import Bench, Outcome, Rows, Subject, numbers
-from loopwright.tools.verify.bench.comparison import normalisations
 from loopwright.tools.verify.bench.random_draws import FIXED, FROZEN, ONCE, STATEFUL, Draw
 from loopwright.tools.verify.checks import augmentation
 from loopwright.tools.verify.report import Explanation, Group, Result
@@ -171,7 +170,7 @@ class Steps:
     name = "random numbers mix no rows"
     if self._nothing_random or not self.repeats:
       return GROUP.skipped(name, "the step draws nothing" if self.repeats else "it does not repeat")
-    if normalisations(self.task.model):
+    if layer_calls.normalisations(self.task.model):
       return GROUP.skipped(name, "batch normalisation mixes all rows")
     own, other = self._with_other_padding()
     if self._same(self._step(0, batch=own), self._step(0, batch=other)):
@@ -201,7 +200,7 @@ class Steps:
     moved = {id(v) for v, before, after in pairs if not np.array_equal(before, after[0])}
     still = [
       layer.name
-      for layer in normalisations(self.task.model, trainable=True)
+      for layer in layer_calls.normalisations(self.task.model, trainable=True)
       if not any(id(models.raw(v)) in moved for v in layer.non_trainable_variables)
     ]
     return still[0] if still and self._calls.none_in_training(self.task.model) else ""
@@ -209,7 +208,7 @@ class Steps:
   def normalises(self) -> Result:
     """Checks that batch normalisation uses the batch in a training step."""
     name = "batch norm is active"
-    layers = normalisations(self.task.model, trainable=True)
+    layers = layer_calls.normalisations(self.task.model, trainable=True)
     if not layers:
       return GROUP.skipped(name, "the model has no batch normalisation to train")
     if not self._normalised:

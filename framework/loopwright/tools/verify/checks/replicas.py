@@ -18,15 +18,9 @@ import numpy as np
 
 from loopwright.models import models
 from loopwright.tools.verify.bench import explanations as known
-from loopwright.tools.verify.bench import held_state, source_lines
+from loopwright.tools.verify.bench import held_state, layer_calls, source_lines
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Outcome, Subject
-from loopwright.tools.verify.bench.comparison import (
-  LEAST,
-  METHODS,
-  Comparison,
-  Difference,
-  normalisations,
-)
+from loopwright.tools.verify.bench.comparison import LEAST, METHODS, Comparison, Difference
 from loopwright.tools.verify.bench.explanations import PREDICTIONS, fits, weighted_mean
 from loopwright.tools.verify.bench.held_state import Held
 from loopwright.tools.verify.checks import order, own_optimizer, padding
@@ -93,7 +87,7 @@ def _same_state(of: Comparison, name: str, outcomes: Mapping[str, Outcome]) -> R
   if worst.worst <= of.tolerance:
     return GROUP.passed(name, f"{len(of.state)} variables that no optimizer updates")
   told = f"{case}: {worst.detail}"
-  local = [v for layer in normalisations(of.task.model) for v in layer.variables]
+  local = [v for layer in layer_calls.normalisations(of.task.model) for v in layer.variables]
   if id(of.alone.variables[worst.first]) in {id(models.raw(v)) for v in local}:
     return GROUP.explained(name, told, known.BATCH_NORM, of.find(known.BATCH_NORM))
   assigned = ("assign", of.alone.names[worst.first])
@@ -158,7 +152,7 @@ def _explain(
     return known.NEVER_REDUCED, ""
   if any(models.locally_normalised(of.task.model)):
     return known.BATCH_NORM, ""
-  if of.subject.accumulation_steps > 1 and normalisations(of.task.model):
+  if of.subject.accumulation_steps > 1 and layer_calls.normalisations(of.task.model):
     return known.MICRO_BATCH_NORM, ""
   for explanation, predict in PREDICTIONS:
     if all(fits(seen[case], predict(whole[case], parts[case])) for case in seen):
