@@ -25,13 +25,7 @@ from loopwright.inputs.plan import Preprocess, padded_batch_size
 from loopwright.inputs.sources import Source, main_source, of_one_shape
 from loopwright.inputs.streams import StreamSource
 from loopwright.task import preprocess_of
-from loopwright.tools.verify.bench import (
-  fitted,
-  other_process,
-  random_draws,
-  source_lines,
-  survey,
-)
+from loopwright.tools.verify.bench import fitted, other_process, random_draws, source_lines, survey
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.bench.survey import Survey
 from loopwright.tools.verify.checks import augmentation

@@ -15,15 +15,10 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.errors import ConfigError
-from loopwright.tools.verify.bench import (
-  bench,
-  layer_calls,
-  longer_rows,
-  shared_noise,
-  source_lines,
-)
+from loopwright.tools.verify.bench import bench, longer_rows, shared_noise, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.bench.evaluated import Evaluated, Values, different
+from loopwright.tools.verify.bench.layer_calls import normalisations
 from loopwright.tools.verify.bench.longer_rows import Padded
 from loopwright.tools.verify.report import Group, Result
 
@@ -87,7 +82,7 @@ class Lengths:
 
   def _training(self) -> Result:
     """Compares a step of gradient descent, in which nothing is random."""
-    if normalised := layer_calls.normalisations(self.task.model):
+    if normalised := normalisations(self.task.model):
       why = f"{normalised[0].name} normalises over all positions, padding included"
       return GROUP.skipped(STEP, why)
     try:

@@ -20,15 +20,10 @@ from loopwright.graphs import operations as graphs
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.strategies import placement
 from loopwright.tools.verify.bench import bench, source_lines
+from loopwright.tools.verify.bench import explanations as known
 from loopwright.tools.verify.bench.bench import Bench, Outcome, Subject
 from loopwright.tools.verify.bench.comparison import AFTER_STEPS, Comparison
-from loopwright.tools.verify.bench.explanations import (
-  PREDICTIONS,
-  REGULARISATION,
-  Part,
-  fits,
-  weighted_mean,
-)
+from loopwright.tools.verify.bench.explanations import Part, fits, weighted_mean
 from loopwright.tools.verify.report import Explanation, Group, Result
 
 GROUP = Group("mesh")
@@ -71,7 +66,7 @@ PENALTY = Explanation(
   cause="regularisation counted for each device",
   remedy="return the penalty from Task.regularization(), or use loss.plus_regularization(penalty), "
   "once",
-  containing=REGULARISATION.containing,
+  containing=known.REGULARISATION.containing,
 )
 NUMBERS = Explanation(
   cause="random numbers that depend on the mesh",
@@ -213,7 +208,7 @@ class OnMesh:
       return LOST
     if all(_of_one_part(seen[case], parts[case]) for case in seen):
       return ONE_PART
-    for _, predict in PREDICTIONS:
+    for _, predict in known.PREDICTIONS:
       if all(fits(seen[case], predict(whole[case], parts[case])) for case in seen):
         return OF_PARTS
     if of.has_penalty(seen, whole):
