@@ -12,6 +12,7 @@ N, LONGEST, SIZES = 60, 12, (4, 8, 12)
 EVALUATION, STEP, CONTENTS = (
   "same evaluation if padded further", "same step if padded further", "contents of padding",
 )  # fmt: skip
+AXES = {"nodes": (1,), "edges": (1, 2), "mask": (1,)}
 DEFECTS, defect = planted()
 """Of a task: the check that fails, what it says, words of the line it names."""
 
@@ -45,9 +46,8 @@ class Graphs(Task):
 
   def source(self, split):
     features = self.features(split)
-    axes = {"nodes": (1,), "edges": (1, 2), "mask": (1,)}
     lengths = features["count"]
-    return Buckets(ArraySource(features=features), lengths=lengths, boundaries=SIZES, trim=axes)
+    return Buckets(ArraySource(features=features), lengths=lengths, boundaries=SIZES, trim=AXES)
 
   def forward(self, batch, training):
     nodes = batch["nodes"] + tf.matmul(batch["edges"], batch["nodes"])
@@ -91,9 +91,11 @@ class DividesByTheBucket(Graphs):
 class OwnPadding(Graphs):
   """Right: all rows have 12 places; the mask says which are nodes."""
 
+  without = "count"
+
   def source(self, split):
     features = self.features(split)
-    del features["count"]
+    del features[self.without]
     return ArraySource(features=features)
 
 
@@ -107,13 +109,10 @@ class OwnPaddingWithoutMask(OwnPadding):
     return tf.reduce_max(values - 10.0, axis=1) + tf.reduce_mean(values, axis=1)
 
 
-class OwnCount(Graphs):
+class OwnCount(OwnPadding):
   """Right: all rows have 12 places; a number says how many are nodes."""
 
-  def source(self, split):
-    features = self.features(split)
-    del features["mask"]
-    return ArraySource(features=features)
+  without = "mask"
 
   def forward(self, batch, training):
     mask = tf.sequence_mask(batch["count"], tf.shape(batch["nodes"])[1], tf.float32)
@@ -136,8 +135,7 @@ class ReadsPadding(Graphs):
     features = self.features(split)
     lengths = np.minimum(features["count"], 11)
     source = ArraySource(features=features)
-    axes = {"edges": (1, 2), "mask": (1,)}
-    return Buckets(source, lengths=lengths, boundaries=(4, 12), trim={**axes, "nodes": (1,)})
+    return Buckets(source, lengths=lengths, boundaries=(4, 12), trim=AXES)
 
   def forward(self, batch, training):
     first = batch["nodes"][:, :4]

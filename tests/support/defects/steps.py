@@ -11,6 +11,7 @@ from defects.newcomers import Classes, network
 from defects.small import FEATURES, Small, every_variable
 from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss
+from loopwright.step import replica_id
 
 EXPERTS, NODES = 3, 5
 
@@ -212,7 +213,8 @@ class Towers(Small):
     candidates, weight = self.candidates(items, batch)
     logits = tf.matmul(queries, candidates, transpose_b=True)
     logits = self.masked(logits, weight)
-    rows = tf.range(len(batch["weight"])) + step_offset(step, batch, candidates)
+    own = len(batch["weight"])
+    rows = tf.range(own) + (own * replica_id() if candidates.shape[0] > own else 0)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(rows, logits)
     return Loss.from_examples(losses, batch["weight"])
 
@@ -225,15 +227,6 @@ class Towers(Small):
   def eval_step(self, step, batch):
     loss = self.contrast(step, self.forward(batch, training=False), batch)
     step.log({"loss": (loss.total, loss.weight)})
-
-
-def step_offset(step, batch, candidates):
-  """Where the items of this replica are among the candidates."""
-  del step
-  own = len(batch["weight"])
-  if candidates.shape[0] == own:
-    return 0
-  return own * tf.distribute.get_replica_context().replica_id_in_sync_group
 
 
 class PaddedCandidates(Towers):
@@ -249,8 +242,7 @@ class PaddedCandidates(Towers):
 class Candidates(PaddedCandidates):
   """Right: all replicas' items of weight above 0."""
 
-  def masked(self, logits, weight):
-    return logits - 1e9 * tf.cast(weight == 0, tf.float32)
+  masked = Towers.masked
 
 
 class InForward(Classes):
