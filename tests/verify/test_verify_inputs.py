@@ -11,18 +11,6 @@ from loopwright.tools.verify.bench import survey
 from loopwright.tools.verify.bench.bench import Subject
 from loopwright.tools.verify.checks import inputs
 
-CHECKS = [
-  *(
-    "source() repeats",
-    "train and eval apart",
-    "statistics of training alone",
-    "each example once",
-  ),
-  *("shared out to 2 and 3 workers", "evaluation repeats", "evaluation in batches of any size"),
-  *("features", "weights", "finite features", "features vary", "label range"),
-  *("labels in mixed order", "scale of features"),
-]
-
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
@@ -59,9 +47,7 @@ def test_a_defect(name, monkeypatch):
 )  # fmt: skip
 @pytest.mark.fast(task=RIGHT[:1])
 def test_a_right_task(task):
-  results = inputs.check(subject(task))
-  assert accused(results) == []
-  assert {each.check for each in results} <= set(CHECKS)
+  assert accused(inputs.check(subject(task))) == []
 
 
 @pytest.mark.whole

@@ -27,6 +27,11 @@ _SUMS = (
   "loss divided by the local count of tokens", "metric divided by the local count of tokens",
   "padding enters the mean", "metric divided by a local count",
 )  # fmt: skip
+_MEANS = (
+  "mean of means", "loss divided by the local batch", "loss divided by a local count",
+  "metric divided by a local count", "padding counts",
+)  # fmt: skip
+_OUTSIDE = ("variable outside the checkpoint", "variables created late")
 FOLLOWS: dict[str, Sequence[str]] = {
   "source() is random": _RESTORE,
   "stateful random op": _RESTORE,
@@ -35,11 +40,7 @@ FOLLOWS: dict[str, Sequence[str]] = {
   "labels start at 1": _NUMBERS,
   "preprocess() makes a feature constant": _NUMBERS,
   "inputs are not scaled": _NUMBERS,
-  "variable outside the model": (
-    "variable outside the checkpoint",
-    "variables created late",
-    *_RESTORE,
-  ),
+  "variable outside the model": (*_OUTSIDE, *_RESTORE),
   "variable without gradient": ("zero gradient", "cannot learn one batch"),
   "zero gradient": ("cannot learn one batch",),
   "non-finite gradient": (*_HALF, *_LEARNING),
@@ -47,16 +48,7 @@ FOLLOWS: dict[str, Sequence[str]] = {
   "documents see one another": ("a token sees later ones", "padding is seen"),
   "a token sees later ones": ("padding is seen",),
   "padding counts inside a row": ("padding enters the mean", "padding is seen"),
-  **dict.fromkeys(
-    (
-      "mean of means",
-      "loss divided by the local batch",
-      "loss divided by a local count",
-      "metric divided by a local count",
-      "padding counts",
-    ),
-    _SUMS,
-  ),
+  **dict.fromkeys(_MEANS, _SUMS),
   "average of what never changes": ("average that leaves out variables",),
   "evaluation changes the model": ("evaluation depends on something else than its batch",),
   "far from chance at the start": ("learning rate too high", "cannot learn one batch"),
