@@ -46,6 +46,11 @@ from loopwright.tasks.text_classification import TextData
 from loopwright.tasks.transfer_learning import ReadAtEachStart
 
 _AT_ONCE = 256  # texts
+if __name__ == "__main__":  # gin would import this module a second time, under its real name
+  from loopwright.tasks import pretrained
+
+  sys.exit(pretrained.main())
+
 _ADAPTER = "lora"
 """Part of the names that Keras gives the variables of LoRA."""
 _COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -349,27 +354,26 @@ def _keras_hub() -> Any:
     ) from error
 
 
-def main(argv: Sequence[str]) -> None:
-  """Writes the network of a run (host)."""
-  from loopwright.from_config import load
-
+def main(argv: Sequence[str] | None = None) -> int:
+  """Writes the network of a run; returns the exit status (host)."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("run", help="the run folder")
   parser.add_argument("--to", required=True, help="the new folder")
   parser.add_argument("--format", choices=("keras", "transformers"), default="keras")
   given = parser.parse_args(argv)
-  task = load(given.run).task
-  if not isinstance(task, Pretrained):
-    raise ConfigError(
-      f"{given.run!r} is a run of {type(task).__name__}, not of a pretrained model."
-    )
-  if given.format == "keras":
-    task.network.save_to_preset(given.to)
-  else:
-    to_transformers(task, given.to)
-  print(f"{given.to}: the network of {given.run}, {task.network.count_params():,} parameters")
-
-
-if __name__ == "__main__":
   keras.config.disable_interactive_logging()
-  main(sys.argv[1:])
+  try:
+    task = loopwright.load(given.run).task
+    if not isinstance(task, Pretrained):
+      raise ConfigError(
+        f"{given.run!r} is a run of {type(task).__name__}, not of a pretrained model."
+      )
+    if given.format == "keras":
+      task.network.save_to_preset(given.to)
+    else:
+      to_transformers(task, given.to)
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  print(f"{given.to}: the network of {given.run}, {task.network.count_params():,} parameters")
+  return 0

@@ -4,6 +4,8 @@ Those of Hugging Face's transformers are also computed with NumPy, before and af
 """
 
 import json
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -307,7 +309,11 @@ def test_a_checkpoint_holds_the_adapters_alone_and_goes_on_to_the_bit(presets, m
   finally:
     (presets / own[2] / "config.json").write_text(text)
   to, form = tmp_path / "preset", "keras" if make is classifier else "transformers"
-  pretrained.main([str(tmp_path / "a"), f"--to={to}", f"--format={form}"])
+  arguments = [str(tmp_path / "a"), f"--to={to}", f"--format={form}"]
+  if make is classifier:
+    assert pretrained.main(arguments) == 0
+  else:
+    subprocess.run([sys.executable, "-m", pretrained.__name__, *arguments], check=True)
   task = loopwright.load(tmp_path / "a").task
   kind = hub.TextClassifier if make is classifier else hub.CausalLM
   x, _ = given(task, 5)
