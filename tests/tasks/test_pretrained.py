@@ -83,7 +83,7 @@ def write(folder, config, shapes):
   (folder / "tokenizer_config.json").write_text('{"do_lower_case": true}')
   (folder / "vocab.txt").write_text("\n".join(WORDS))
   (folder / "vocab.json").write_text(json.dumps(PIECES))
-  (folder / "merges.txt").write_text("\n".join(MERGES))
+  (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES, ""]))
 
 
 class Computed:
