@@ -6,15 +6,13 @@ bench.py instead feeds prepared batches, one step at a time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from loopwright.graphs import randomness
 from loopwright.task import Task
-from loopwright.tools.verify.bench import bench
-from loopwright.tools.verify.bench.bench import Rows, Subject, numbers
+from loopwright.tools.verify.bench.bench import Subject, numbers
 from loopwright.trainer import Trainer
 
 TIMES = ("input_wait_s", "examples_per_second")
@@ -50,19 +48,3 @@ def train(trainer: Trainer, steps: int) -> dict[str, float]:
   """Trains one loop; returns its metrics except times (host)."""
   metrics = trainer.train(tf.constant(steps))
   return numbers({name: value for name, value in metrics.items() if name not in TIMES})
-
-
-def step(trainer: Trainer, batch: Rows) -> None:
-  """Runs one compiled step on a global batch, without an input pipeline (host).
-
-  Args:
-    trainer: under any strategy of this process.
-    batch: its number of rows is a multiple of the number of replicas.
-  """
-  bench.stepper(trainer)(trainer.placement.split(batch))
-
-
-def batches(subject: Subject, task: Task, *, rows: int, position: int) -> Iterator[Rows]:
-  """Yields training batches from a position on, as a process that starts there does (host)."""
-  randomness.seed_everything(subject.seed)
-  return subject.dataset(task, rows, position=position).as_numpy_iterator()

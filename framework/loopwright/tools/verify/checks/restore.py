@@ -21,6 +21,7 @@ import tensorflow as tf
 from loopwright import errors, failures
 from loopwright.aliases import Variable
 from loopwright.graphs import operations as graphs
+from loopwright.graphs import randomness
 from loopwright.inputs.sources import main_source
 from loopwright.models import models
 from loopwright.optimizers.saved_layout import SavedRate
@@ -131,7 +132,9 @@ class Resumption:
     return TrainerUnderTest(self, bench.strategy_of(1))
 
   def _batches(self, task: Task, position: int = 0) -> Iterator[Rows]:
-    return harness.batches(self.subject, task, rows=self.rows, position=position)
+    """Yields training batches from a position on, as a process that starts there does (host)."""
+    randomness.seed_everything(self.subject.seed)
+    return self.subject.dataset(task, self.rows, position=position).as_numpy_iterator()
 
   # ---- The data ----
 
@@ -231,7 +234,7 @@ class Resumption:
     """
     batch = next(self._batches(self.task()))
     if not self.whole.metrics:
-      harness.step(self.whole.trainer, batch)
+      self.whole.step(batch)
     if self.whole.late():
       return GROUP.skipped(ACROSS, "the first step creates variables")
     made, refused = {ONE: self.whole}, dict[str, str]()
@@ -240,7 +243,7 @@ class Resumption:
       try:
         run = TrainerUnderTest(self, strategy)
         if name == CENTRAL:
-          harness.step(run.trainer, batch)
+          run.step(batch)
       except Exception as error:  # the checks for that strategy say more
         refused[name] = failures.mistake(error) or failures.failure(error)
         continue
@@ -297,6 +300,10 @@ class TrainerUnderTest:
     before = held_state.numpy_and_python()
     self.metrics = harness.train(self.trainer, steps)
     self.drew = held_state.numpy_and_python() != before
+
+  def step(self, batch: Rows) -> None:
+    """Runs one compiled step, without an input pipeline."""
+    bench.stepper(self.trainer)(self.trainer.placement.split(batch))
 
   def change(self, before: Mapping[str, np.ndarray], factor: float) -> None:
     """Changes what is not as it was `before`, the numbers that steps move, on every replica."""
