@@ -257,9 +257,8 @@ def test_a_checkpoint_has_the_head_alone_and_goes_on_to_the_bit(tmp_path):
 # ---- Export, with any backbone ----
 
 
-@pytest.mark.parametrize("classes", [2, 3])
-def test_the_export_takes_raw_images(classes, tmp_path):
-  task = make_task(backbone=normalised(), classes=classes)
+def test_the_export_takes_raw_images(tmp_path):
+  task = make_task(backbone=normalised(), classes=3)
   keras.utils.set_random_seed(4)
   task.model = task.build_model()
   kernel = task.model.get_layer("logits").kernel
@@ -268,8 +267,6 @@ def test_the_export_takes_raw_images(classes, tmp_path):
   serve = tf.saved_model.load(str(tmp_path / "export")).signatures["serving_default"]
   served = serve(image=tf.constant(IMAGES))["probabilities"].numpy()
   logits = task.model(IMAGES.astype(np.float32) / 127.5 - 1, training=False).numpy()
-  if classes == 2:
-    logits = np.concatenate([np.zeros_like(logits), logits], axis=1)
   expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
   np.testing.assert_allclose(served, expected, atol=1e-6)
   assert np.ptp(served, axis=0).min() > 1e-4
