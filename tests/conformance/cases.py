@@ -284,6 +284,9 @@ def _meshes():
   ):
     scenario = EVERYTHING if (op, model) == ("2x2", "keras") else COMBINED
     yield Case(scenario=scenario, op=op, model=model, **place)
+  for op, optimizer, model in (("2x1", "adamw", "module_tf_keras"), ("4x1", "two", "keras")):
+    scenario = _variant("sharded", shard=True, optimizer=optimizer)
+    yield Case(scenario=scenario, op=op, model=model, **place)
   for scenario, model in (
     *((_variant("momentum", optimizer="momentum"), "keras"),),
     *((_variant("adamw", optimizer="adamw"), each) for each in ("keras", "tf_keras")),

@@ -40,7 +40,7 @@ ON_GPUS = "TESTS_ON_GPUS" in os.environ
 
 
 @functools.cache
-def make_strategy(name, replicas, op, num_packs):
+def make_strategy(name, replicas, op, num_packs, shard):
   """One object a place: two would number their collectives alike, and TensorFlow mix them up."""
   devices = [f"GPU:{number}" for number in range(replicas)] if ON_GPUS else None
   where = {"devices": devices, "cpu_replicas": None if ON_GPUS else replicas}
@@ -50,7 +50,8 @@ def make_strategy(name, replicas, op, num_packs):
     return factories.central_storage(**where)
   if name == "model_parallel":
     mesh = dict(zip(("batch", "model"), map(int, op.split("x")), strict=True))
-    return factories.model_parallel(mesh=mesh, layouts=mlp.LAYOUTS)
+    layouts = {} if shard else mlp.LAYOUTS
+    return factories.model_parallel(mesh=mesh, layouts=layouts, shard_parameters=shard)
   return {"default": factories.default, "one_device": factories.one_device}[name]()
 
 
@@ -110,7 +111,9 @@ def joined(batches):
 
 def make_trainer(case):
   scenario = case.scenario
-  strategy = make_strategy(case.strategy, case.replicas, case.op, scenario.num_packs)
+  on_mesh = scenario.shard and case.strategy == "model_parallel"
+  place = (case.strategy, case.replicas, case.op, scenario.num_packs)
+  strategy = make_strategy(*place, shard=on_mesh)
   return (placement.of(strategy).trainer or Trainer)(
     task=mlp.make(model=case.model, l2=scenario.l2, two_optimizers=scenario.optimizer == "two"),
     strategy=strategy,
@@ -124,7 +127,7 @@ def make_trainer(case):
     accumulation_steps=scenario.accumulation_steps,
     ema_decay=scenario.ema_decay,
     fuse_updates=scenario.fuse_updates,
-    shard_optimizer_state=scenario.shard,
+    shard_optimizer_state=scenario.shard and not on_mesh,
     jit_compile=scenario.jit_compile,
     eager=scenario.eager,
   )

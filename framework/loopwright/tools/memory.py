@@ -272,7 +272,9 @@ class _Config:
     trainer = self._make(self._mesh)
     weights = _bytes(models.all_variables(trainer.task.model))
     gradients = _bytes(models.trainable_variables(trainer.task.model))
-    on_mesh = Need(weights, _slots(trainer), gradients, need.activations)
+    raws = map(models.raw, models.trainable_variables(trainer.task.model))
+    gathered = _bytes(v for v in raws if v.gathered) * placement.of(self._mesh).row_shares
+    on_mesh = Need(weights, _slots(trainer), gradients, need.activations + gathered)
     mesh = self._mesh.mesh
     sizes = " x ".join(f"{name} {mesh.dim_size(name)}" for name in mesh.dim_names)
     return Row(f"model_parallel, {sizes}", rows, on_mesh)

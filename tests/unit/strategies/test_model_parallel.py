@@ -23,8 +23,9 @@ from loopwright.tools.ledger.recorder import Recorder
 LAYOUTS = {"up/kernel": (None, "model"), "up/bias": ("model",), "down/kernel": ("model", None)}
 
 
-def mesh(batch=2, model=2, layouts=LAYOUTS):
-  return factories.model_parallel(mesh={"batch": batch, "model": model}, layouts=layouts)
+def mesh(batch=2, model=2, layouts=LAYOUTS, **options):
+  sizes = {"batch": batch, "model": model}
+  return factories.model_parallel(mesh=sizes, layouts=layouts, **options)
 
 
 class Images(toys.Regression):
@@ -90,14 +91,24 @@ ATTENTION = {
   "gate/kernel": (None, "model"), "up/kernel": (None, "model"), "down/kernel": ("model", None),
   "output/kernel": ("model", None),
 }  # fmt: skip
+THREE = {"batch": 3, "model": 1, "layouts": {}, "shard_parameters": True}
+"""Each weight split over the rows' three devices, where it divides."""
 
 
 @pytest.mark.parametrize(
-  ("make", "layouts"), [(Images, LAYOUTS), (text, ATTENTION)], ids=["cnn", "transformer"]
+  ("make", "place", "options"),
+  [
+    (Images, {}, {}),
+    (text, {"layouts": ATTENTION}, {}),
+    (text, {"layouts": ATTENTION, "shard_parameters": True}, {}),
+    (text, THREE, {"recompute": ["block_.*"], "accumulation_steps": 2, "ema_decay": 0.9}),
+  ],
+  ids=["cnn", "transformer", "sharded", "sharded_over_3"],
 )
-def test_the_same_as_one_device_with_dropout_and_padding(make, layouts):
-  alone = trainer_of(make(), tf.distribute.OneDeviceStrategy("CPU:0"), clip_norm=1.0)
-  split = trainer_of(make(), mesh(layouts=layouts), clip_norm=1.0)
+def test_the_same_as_one_device_with_dropout_and_padding(make, place, options):
+  options = {"clip_norm": 1.0, **options}
+  alone = trainer_of(make(), tf.distribute.OneDeviceStrategy("CPU:0"), **options)
+  split = trainer_of(make(), mesh(**place), **options)
   assert_equal(alone, split, atol=0)
   for steps in (2, 4):
     one, other = (t.train(tf.constant(steps)) for t in (alone, split))
@@ -106,19 +117,24 @@ def test_the_same_as_one_device_with_dropout_and_padding(make, layouts):
   assert split.traces == 1
 
 
-@pytest.mark.parametrize("library", [keras, tf_keras], ids=["keras", "tf_keras"])
-def test_each_device_has_its_part_of_weights_and_slots(library):
-  trainer = trainer_of(Images(library), mesh(), optimizer=lambda: library.optimizers.Adam(0.01))
+@pytest.mark.parametrize(
+  ("library", "shards", "conv", "up", "down"),
+  [(keras, False, 4, (64, 8), (8, 3)), (tf_keras, True, 2, (32, 8), (8, 3))],
+  ids=["keras", "sharded"],
+)
+def test_each_device_has_its_part_of_weights_and_slots(library, shards, conv, up, down):
+  place = mesh(shard_parameters=shards)
+  trainer = trainer_of(Images(library), place, optimizer=lambda: library.optimizers.Adam(0.01))
   [adam] = trainer.parts.optimizers.values()
   kept = [models.raw(v) for v in [*adam.variables, *adam.optimizer.variables]]
-  whole = {(64, 16): (64, 8), (16,): (8,), (16, 3): (8, 3)}  # "up" and its bias, "down"
+  whole = {(64, 16): up, (16,): (8,), (16, 3): down, (3, 3, 1, 4): (3, 3, 1, conv)}
   seen = []
   for variable in kept:
     parts = [part.shape for part in variables.dtensor.unpack(variable.read_value())]
     shape = tuple(variable.shape)
     assert parts == [whole.get(shape, shape)] * 4
     seen.append(shape)
-  assert [seen.count(shape) for shape in whole] == [3, 3, 3]  # the weight, mean and square
+  assert [seen.count(shape) for shape in whole] == [3] * 4  # the weight, mean and square
 
 
 @pytest.mark.parametrize("library", [keras, tf_keras], ids=["keras", "tf_keras"])
@@ -141,7 +157,7 @@ def test_a_checkpoint_moves_between_meshes_and_replicas(library, mirrored, tmp_p
     assert_equal(giver[0], taker[0], atol=0)
     taker[0].train(tf.constant(2))
 
-  first = made(mesh())
+  first = made(mesh(shard_parameters=True))
   first[0].train(tf.constant(2))
   second, third = made(mirrored(3)), made(mesh(4, 1))
   passed_on(first, second)
@@ -149,6 +165,21 @@ def test_a_checkpoint_moves_between_meshes_and_replicas(library, mirrored, tmp_p
   unbroken, _ = made(mesh(1, 2))
   unbroken.train(tf.constant(6))
   assert_equal(unbroken, third[0], atol=3e-6)
+
+
+def test_a_run_with_sharded_parameters_goes_on_to_the_bit(tmp_path):
+  whole, first, second = (trainer_of(Images(), mesh(**THREE)) for _ in range(3))
+  broken = [
+    CheckpointManager(trainer=each, directory=str(tmp_path), experiment={"task": "images"})
+    for each in (first, second)
+  ]
+  whole.train(tf.constant(4))
+  first.train(tf.constant(2))
+  broken[0].save()
+  broken[0].wait()
+  assert broken[1].restore_or_initialize()
+  second.train(tf.constant(2))
+  assert_equal(whole, second, atol=0)
 
 
 def test_a_trial_update_that_goes_wrong_is_refused(monkeypatch):
@@ -215,3 +246,10 @@ def test_a_mesh_needs_its_devices():
     factories.model_parallel(mesh={"batch": 2, "model": 2}, devices=["CPU:0"])
   with pytest.raises(ConfigError, match=r"mesh\['model'\] is 0; it must be"):
     factories.model_parallel(mesh={"model": 0})
+  with pytest.raises(ConfigError, match=r"mesh is {'model': 2}; add 'batch'"):
+    factories.model_parallel(mesh={"model": 2}, shard_parameters=True)
+
+
+def test_parameters_that_no_device_can_have_a_part_of_are_one_line():
+  with pytest.raises(ConfigError, match="but 3 devices along 'batch' divide no axis of a weight"):
+    trainer_of(toys.Regression(lambda: toys.linear([1.0] * 4)), mesh(**THREE))

@@ -34,6 +34,7 @@ MESH = """
 run.strategy = @model_parallel
 model_parallel.mesh = {'batch': 2, 'model': 2}
 model_parallel.layouts = {'kernel': (None, 'model'), 'bias': ('model',)}
+model_parallel.shard_parameters = True
 """
 
 
@@ -135,8 +136,12 @@ def test_each_strategy_has_its_share(shown):
     assert rows[f"central_storage x {replicas}"].need.state == 0
   mesh = rows["model_parallel, batch 2 x model 2"]
   assert mesh.examples == BATCH // 2
-  assert mesh.need.weights == mesh.need.gradients == 4 * PARAMETERS / 2
-  assert mesh.need.state == pytest.approx(2 * 4 * PARAMETERS / 2, rel=0.01)
+  part = 4 * LAYERS * (WIDTH * WIDTH / 4 + WIDTH / 2)
+  assert mesh.need.weights == mesh.need.gradients == part
+  assert mesh.need.state == pytest.approx(2 * part, rel=0.01)
+  gathered = 4 * LAYERS * WIDTH * WIDTH / 2  # all along "batch"
+  mirrored = rows["mirrored, multi_worker_mirrored, tpu x 2"].need
+  assert mesh.need.activations == mirrored.activations + gathered
 
 
 def test_changes_of_the_config_need_less(shown):

@@ -75,6 +75,7 @@ def model_parallel(
   *,
   mesh: Mapping[str, int],
   layouts: Mapping[str, Sequence[str | None]] = types.MappingProxyType({}),
+  shard_parameters: bool = False,
   devices: Sequence[str] | None = None,
 ) -> tf.distribute.Strategy:
   """One model, split over several devices by TensorFlow's DTensor; experimental there.
@@ -86,16 +87,24 @@ def model_parallel(
       such as {"up/kernel": (None, "model")}. A pattern is a regular expression for the end of a
       variable's name, from a "/" on. Other variables are on every device. Slots of optimizers are
       split as their variables are.
+    shard_parameters: whether each weight matrix is split over "batch" as well, with its gradient
+      and slots, and gathered for each pass: along its longest axis that this divides.
     devices: as many as the mesh has, such as ("GPU:0", "GPU:1"); None uses the GPUs, or logical
       CPUs if there are not enough.
 
   Raises:
-    ConfigError: a size or device that does not exist, or a layout with an unknown dimension.
+    ConfigError: a size or device that does not exist, a layout with an unknown dimension, or
+      `shard_parameters` without "batch".
   """
   if not isinstance(mesh, Mapping) or not mesh:
     raise ConfigError(f"model_parallel.mesh is {mesh!r}; give sizes, such as {{'batch': 2}}.")
   for name, size in mesh.items():
     require_integer(f"model_parallel.mesh[{name!r}]", size, at_least=1)
+  if shard_parameters and variables.BATCH not in mesh:
+    raise ConfigError(
+      f"model_parallel.shard_parameters is True, but model_parallel.mesh is {mesh!r}; add 'batch', "
+      "over which it splits the weights."
+    )
   count = math.prod(mesh.values())
   if devices is None:
     gpus = local.logical("GPU") if tf.config.list_physical_devices("GPU") else []
@@ -107,4 +116,4 @@ def model_parallel(
   else:
     devices = mirrored.replica_devices(devices, None)
   made = dtensor.create_mesh(list(mesh.items()), devices=list(devices))
-  return variables.ModelParallelStrategy(made, layouts)
+  return variables.ModelParallelStrategy(made, layouts, shards=shard_parameters)

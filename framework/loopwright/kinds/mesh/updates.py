@@ -20,7 +20,7 @@ from loopwright.aliases import TensorLike, Variable
 from loopwright.errors import ConfigError
 from loopwright.host import lazy_keras
 from loopwright.host.lazy_keras import KerasOptimizer
-from loopwright.kinds.mesh.variables import made_like
+from loopwright.kinds.mesh.variables import assigning_if, made_like
 from loopwright.models import models
 from loopwright.optimizers import rule
 from loopwright.optimizers.adapters import Optimizer, OptimizerFactory
@@ -108,8 +108,9 @@ def prove(name: str, optimizer: KerasOptimizer, variables: Sequence[Variable]) -
   def step() -> None:
     with tf.GradientTape() as tape:
       total = tf.add_n([0.5 * tf.reduce_sum(tf.cast(v, tf.float32)) for v in raw])
-    for index, gradient in enumerate(tape.gradient(total, raw)):
-      update(optimizer, index, gradient, variables[index], tf.constant(_RATE))
+    with assigning_if(tf.math.is_finite(total)):  # as a step does
+      for index, gradient in enumerate(tape.gradient(total, raw)):
+        update(optimizer, index, gradient, variables[index], tf.constant(_RATE))
 
   for slot in slots:
     if slot.dtype.is_floating and slot.shape.rank:

@@ -54,10 +54,13 @@ class ModelParallelStrategy(tf.distribute.Strategy):
   Attributes:
     mesh: the devices.
     layouts: pattern -> axes, as given.
+    shards: whether weights are split over "batch" too.
     found: name -> layout of each variable made in the scope.
   """
 
-  def __init__(self, mesh: dtensor.Mesh, layouts: Mapping[str, Axes]) -> None:
+  def __init__(
+    self, mesh: dtensor.Mesh, layouts: Mapping[str, Axes], *, shards: bool = False
+  ) -> None:
     """Stores its arguments (host).
 
     Raises:
@@ -65,7 +68,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         expression.
     """
     super().__init__(_Extended(self))
-    self.mesh, self.layouts = mesh, dict(layouts)
+    self.mesh, self.layouts, self.shards = mesh, dict(layouts), shards
     self.found: dict[str, dtensor.Layout] = {}
     for pattern, axes in self.layouts.items():
       _compiled(pattern)
@@ -87,8 +90,11 @@ class ModelParallelStrategy(tf.distribute.Strategy):
     first = BATCH if BATCH in self.mesh.dim_names else dtensor.UNSHARDED
     return dtensor.Layout([first] + [dtensor.UNSHARDED] * (rank - 1), self.mesh)
 
-  def layout_of(self, name: str, shape: tf.TensorShape) -> dtensor.Layout:
+  def layout_of(self, name: str, shape: tf.TensorShape, *, trained: bool) -> dtensor.Layout:
     """Returns the layout of a variable, replicated if no pattern matches its name.
+
+    With `shards` the longest axis that is whole and divides is split over "batch" as well, if the
+    variable is trained and no vector.
 
     Raises:
       ConfigError: the layout does not fit the shape, or two layouts match.
@@ -99,18 +105,26 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         f"model_parallel.layouts has {matching[0]!r} and {matching[1]!r}, which both match "
         f"variable {name!r}; make one of them narrower."
       )
-    if not matching:
-      return self.replicated(shape.rank)
-    axes = self.layouts[matching[0]]
-    self._require_fits(matching[0], axes, name, shape)
+    axes = list(self.layouts[matching[0]]) if matching else [None] * shape.rank
+    if matching:
+      self._require_fits(matching[0], axes, name, shape)
+    if self.shards and trained and shape.rank > 1 and BATCH not in axes:
+      free = [n for n, axis in enumerate(axes) if not axis and shape[n] % self.row_shares == 0]
+      for longest in sorted(free, key=lambda n: -shape[n])[:1]:
+        axes[longest] = BATCH
     return dtensor.Layout([axis or dtensor.UNSHARDED for axis in axes], self.mesh)
 
   def require_all_match(self) -> None:
     """Checks, once the model is built, that each layout is of some variable (host).
 
     Raises:
-      ConfigError: a pattern matches no variable.
+      ConfigError: a pattern matches no variable, or no weight can be split over "batch".
     """
+    if self.shards and not any(BATCH in each.sharding_specs for each in self.found.values()):
+      raise ConfigError(
+        f"model_parallel.shard_parameters is True, but {self.row_shares} devices along 'batch' "
+        "divide no axis of a weight; change model_parallel.mesh, or remove shard_parameters."
+      )
     for pattern in self.layouts:
       if not any(_compiled(pattern).fullmatch(name) for name in self.found):
         ends = {"/".join(name.split("/")[-2:]) for name in self.found}
@@ -161,7 +175,23 @@ class Variable(dtensor.DVariable):
       self.assigned[tf.compat.v1.get_default_graph()] = value = tf.cast(value, self.dtype)
     return super().assign(value, *args, **kwargs)
 
+  @property
+  def gathered(self) -> dtensor.Layout | None:
+    """The layout in which a pass reads a variable that is split over "batch"; else None.
+
+    Left to itself, DTensor would move the rows of the batch instead. The gradient comes back split.
+    """
+    axes = self.layout.sharding_specs
+    kept = [dtensor.UNSHARDED if axis == BATCH else axis for axis in axes]
+    return dtensor.Layout(kept, self.layout.mesh) if BATCH in axes else None
+
   def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
+    value = self._last_value(no_copy)
+    if tf.executing_eagerly() or _entered.condition is not None or not self.gathered:
+      return value  # an update needs each device's part alone
+    return dtensor.relayout(value, self.gathered)
+
+  def _last_value(self, no_copy: bool) -> tf.Tensor:
     """Returns what the same trace has assigned last, or else the value.
 
     The gradient is that of the variable.
@@ -213,19 +243,22 @@ class _Extended(distribute_lib._DefaultDistributionExtended):
     if value.dtype == tf.string:
       return next_creator(initial_value=value, **kwargs)
     if not _is_on_mesh(value) or _entered.like is not None:
-      layout = self._layout(strategy, kwargs.get("name") or "variable", value.shape)
+      layout = self._layout(strategy, value.shape, **kwargs)
       value = place(whole(value) if _is_on_mesh(value) else value, layout)
     kwargs.pop("synchronization", None)
     kwargs.pop("aggregation", None)
     return Variable(value, **kwargs)
 
-  def _layout(self, strategy: ModelParallelStrategy, name: str, shape: Any) -> dtensor.Layout:
+  def _layout(
+    self, strategy: ModelParallelStrategy, shape: Any, /, name: str | None = None,
+    trainable: bool | None = None, **_: Any,
+  ) -> dtensor.Layout:  # fmt: skip
     if _entered.like is not None:
       like, like_shape = _entered.like
       return like if like_shape == shape else strategy.replicated(shape.rank)
-    in_scope = "/".join(filter(None, (tf.get_current_name_scope(), name)))
+    in_scope = "/".join(filter(None, (tf.get_current_name_scope(), name or "variable")))
     name = (_entered.name or in_scope).partition(":")[0]
-    layout = strategy.found[name] = strategy.layout_of(name, shape)
+    layout = strategy.found[name] = strategy.layout_of(name, shape, trained=trainable is not False)
     return layout
 
   def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
