@@ -157,8 +157,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
   },
   "optimizer": {
     "loopwright.optimizers.loss_scale": "none fixed dynamic",
-    "loopwright.optimizers.adapters": "without_decay",
-    "loopwright.optimizers.groups": "grouped",
+    "loopwright.optimizers.groups": "without_decay grouped",
     "loopwright.optimizers.ema": "ema_warmup weight_averaging",
     "loopwright.optimizers.schedules": "constant linear_warmup cosine_decay exponential_decay "
     "piecewise_constant by_epoch scale_by_replicas times_replicas",

@@ -20,7 +20,7 @@ import loopwright
 from loopwright import configurables
 from loopwright.errors import ConfigError
 from loopwright.inputs import datasets
-from loopwright.optimizers import adapters
+from loopwright.optimizers import adapters, groups
 from loopwright.tasks import language_model
 from loopwright.tasks.language_model import (
   NO_TARGET,
@@ -250,7 +250,7 @@ def test_the_loss_is_the_sum_over_targets_times_the_weights():
 
 
 def adamw():
-  return adapters.without_decay(
+  return groups.without_decay(
     of=lambda: keras.optimizers.AdamW(0.003, weight_decay=0.1), names=["scale", "embeddings"]
   )
 

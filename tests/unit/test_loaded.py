@@ -16,7 +16,7 @@ import pytest
 import loopwright
 
 PACKAGE = Path(loopwright.__file__).parent
-MOST = {"train": 18_933, "parts": 9_713}
+MOST = {"train": 18_463, "parts": 9_676}
 """What `loopwright train digits_cnn` may load; and a trainer, an evaluator, a task, arrays."""
 OPTIONAL = ("loopwright.tools", "loopwright.kinds.")
 """What neither loads."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -17,7 +16,6 @@ import keras
 import tensorflow as tf
 
 from loopwright.aliases import Gradient, Model, Variable
-from loopwright.declaration import COUNTS, may_change
 from loopwright.errors import ConfigError
 from loopwright.host import lazy_keras
 from loopwright.host.lazy_keras import KerasOptimizer
@@ -228,39 +226,6 @@ def _update_of(
   return one.decayed(update) if update else None
 
 
-_BEFORE, _AFTER = r"(?:^|/)(?:", r")(?:/replica_\d+)?(?::\d+)?$"
-"""Around a name: Keras searches the pattern in the whole path, such as block/bias/replica_1:0."""
-
-
-@may_change(COUNTS)
-def without_decay(*, of: OptimizerFactory, names: Sequence[str]) -> KerasOptimizer:
-  """Returns another factory's optimizer, without weight decay for some variables.
-
-  For example biases, gains of normalisation layers, or embeddings. The updates of such an optimizer
-  are not fused; see `is_elementwise`.
-
-  Args:
-    of: a factory of an optimizer with weight decay, such as `keras.optimizers.AdamW`.
-    names: regular expressions for the names of variables without decay: "bias", not "dense/bias".
-      Each must match a variable.
-
-  Raises:
-    ConfigError: the optimizer has no weight decay, or `names` is empty or a plain string.
-  """
-  if isinstance(names, str) or not names:
-    raise ConfigError(f"without_decay.names is {names!r}; it must be a list such as ['bias'].")
-  optimizer = of()
-  if rule.of(optimizer) is None:
-    return optimizer  # `build` raises the error
-  if getattr(optimizer, "weight_decay", None) is None:
-    raise ConfigError(
-      f"without_decay.of returns a {type(optimizer).__name__} without weight decay; set its "
-      "weight_decay, or remove without_decay."
-    )
-  optimizer.exclude_from_weight_decay(var_names=[_BEFORE + name + _AFTER for name in names])
-  return optimizer
-
-
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Lion")
 
 
@@ -319,7 +284,6 @@ def build(
         "build_model() (call it once, or give it an Input), or override Task.variables_of()."
       )
     _refuse_overwritten(name, variables)
-    _require_matches(name, optimizer, variables)
     if over and not is_elementwise(optimizer):
       raise ConfigError(
         f"received Trainer.shard_optimizer_state=True, but optimizer {name!r}, a "
@@ -327,9 +291,10 @@ def build(
         f"{', '.join(_ELEMENTWISE)} without clipnorm and without_decay, or keep the state whole."
       )
     options: list[rule.Options] = []
-    if rule.groups_of(optimizer):
+    if excludes_from_decay(optimizer) or rule.groups_of(optimizer):
       from loopwright.optimizers import groups
 
+      groups.require_matches(name, optimizer, variables)
       options = groups.matched(name, optimizer, variables)
     built[name] = made(
       optimizer, variables, step=step, factory=factory, options=options, fuse=fuse, shard=over
@@ -379,17 +344,6 @@ def _refuse_overwritten(name: str, variables: Sequence[Variable]) -> None:
       )
 
 
-def _require_matches(name: str, optimizer: KerasOptimizer, variables: Sequence[Variable]) -> None:
-  known = [models.raw(v).name for v in variables]
-  for excluded in _names_without_decay(optimizer):
-    if not any(re.search(_BEFORE + excluded + _AFTER, each) for each in known):
-      own = sorted({each.rpartition("/")[2].partition(":")[0] for each in known})
-      raise ConfigError(
-        f"optimizer {name!r}: without_decay.names has {excluded!r}, which matches no variable; the "
-        f"names are {', '.join(own)}."
-      )
-
-
 def require_usable(name: str, optimizer: KerasOptimizer) -> None:
   """Checks that the framework can update with an optimizer as its class means it.
 
@@ -405,13 +359,6 @@ def require_usable(name: str, optimizer: KerasOptimizer) -> None:
     )
   _refuse_conflicts(name, optimizer)
   rule.require_called(name, optimizer, kind)
-
-
-def _names_without_decay(optimizer: KerasOptimizer) -> list[str]:
-  pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)  # of Keras 3
-  names = getattr(optimizer, "_exclude_from_weight_decay_names", None) or []  # of tf_keras
-  text = pattern.pattern if pattern else "|".join(names)
-  return sorted(re.findall(f"{re.escape(_BEFORE)}(.*?){re.escape(_AFTER)}", text))
 
 
 def _usable(name: str, factory: OptimizerFactory) -> KerasOptimizer:

@@ -21,11 +21,43 @@ from loopwright.errors import ConfigError, is_finite, unknown
 from loopwright.host import lazy_keras
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models
+from loopwright.optimizers import rule
 from loopwright.optimizers.rule import GROUPS, Options, Update, groups_of, is_free
 
 SCALE = "learning_rate_scale"
 _OF_ALL = ("clipnorm", "clipvalue", "global_clipnorm", "ema_momentum", "loss_scale_factor")
 _AT_FIRST = ("initial_accumulator_value",)
+_BEFORE, _AFTER = r"(?:^|/)(?:", r")(?:/replica_\d+)?(?::\d+)?$"
+"""Around a name: Keras searches the pattern in the whole path, such as block/bias/replica_1:0."""
+
+
+@may_change(COUNTS)
+def without_decay(*, of: Callable[[], KerasOptimizer], names: Sequence[str]) -> KerasOptimizer:
+  """Returns another factory's optimizer, without weight decay for some variables.
+
+  For example biases, gains of normalisation layers, or embeddings. The updates of such an optimizer
+  are not fused; see `adapters.is_elementwise`.
+
+  Args:
+    of: a factory of an optimizer with weight decay, such as `keras.optimizers.AdamW`.
+    names: regular expressions for the names of variables without decay: "bias", not "dense/bias".
+      Each must match a variable.
+
+  Raises:
+    ConfigError: the optimizer has no weight decay, or `names` is empty or a plain string.
+  """
+  if isinstance(names, str) or not names:
+    raise ConfigError(f"without_decay.names is {names!r}; it must be a list such as ['bias'].")
+  optimizer = of()
+  if rule.of(optimizer) is None:
+    return optimizer  # `build` raises the error
+  if getattr(optimizer, "weight_decay", None) is None:
+    raise ConfigError(
+      f"without_decay.of returns a {type(optimizer).__name__} without weight decay; set its "
+      "weight_decay, or remove without_decay."
+    )
+  optimizer.exclude_from_weight_decay(var_names=[_BEFORE + name + _AFTER for name in names])
+  return optimizer
 
 
 @may_change(COUNTS)
@@ -93,13 +125,34 @@ def _check(optimizer: Any, pattern: str, option: str, value: float) -> None:
     raise ConfigError(f"{where} has 'beta_1', which is one for all of ScheduleFreeAdamW.")
 
 
+def require_matches(name: str, optimizer: KerasOptimizer, variables: Sequence[Variable]) -> None:
+  """Raises a ConfigError: a name of `without_decay` matches no variable."""
+  known = [models.raw(v).name for v in variables]
+  for excluded in _names_without_decay(optimizer):
+    if not any(re.search(_BEFORE + excluded + _AFTER, each) for each in known):
+      own = sorted({each.rpartition("/")[2].partition(":")[0] for each in known})
+      raise ConfigError(
+        f"optimizer {name!r}: without_decay.names has {excluded!r}, which matches no variable; the "
+        f"names are {', '.join(own)}."
+      )
+
+
+def _names_without_decay(optimizer: KerasOptimizer) -> list[str]:
+  pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)  # of Keras 3
+  names = getattr(optimizer, "_exclude_from_weight_decay_names", None) or []  # of tf_keras
+  text = pattern.pattern if pattern else "|".join(names)
+  return sorted(re.findall(f"{re.escape(_BEFORE)}(.*?){re.escape(_AFTER)}", text))
+
+
 def matched(name: str, optimizer: Any, variables: Sequence[Variable]) -> list[Options]:
-  """Returns the options of each variable.
+  """Returns the options of each variable; [] without groups.
 
   Raises:
     ConfigError: a pattern matches no variable, or two match the same.
   """
-  groups, names = groups_of(optimizer), [models.name(v) for v in variables]
+  if not (groups := groups_of(optimizer)):
+    return []
+  names = [models.name(v) for v in variables]
   fitting = [[p for p in groups if re.fullmatch(p, each)] for each in names]
   for pattern in groups:
     if not any(pattern in each for each in fitting):

@@ -1,8 +1,7 @@
 """All communication between replicas: one explicit all-reduce of everything that an update needs.
 
 The strategy chooses the algorithm (NCCL, hierarchical copy, collectives; see local.py). This
-module chooses how tensors are sent (one flat buffer or one by one, in which dtype) and verifies
-that the sum is correct.
+module chooses how tensors are sent: one flat buffer or one by one, in which dtype.
 """
 
 from __future__ import annotations
@@ -10,19 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 import tensorflow as tf
 
 from loopwright.declaration import asked
-from loopwright.errors import ConfigError, unknown
-from loopwright.graphs.autograph import as_written
-from loopwright.strategies import placement
+from loopwright.errors import unknown
 
 Packing = Literal["flat", "per_tensor"]
 WIRE_DTYPES = ("float32", "bfloat16", "float16")
-_PATTERN = np.arange(1, 7)
-_GROUP = 8
-"""Replicas whose contributions to `prove` add up, to 36 x 6 at most; bfloat16 is exact to 256."""
 
 
 class Reduction:
@@ -151,56 +144,12 @@ class Reduction:
     return f"{self.packing}, {self.wire_dtype.name if self.wire_dtype else 'own'} dtype"
 
   def prove(self, strategy: tf.distribute.Strategy, dtypes: Sequence[tf.DType]) -> None:
-    """Runs an all-reduce with a known sum, before training (host).
-
-    Every replica contributes small integers of its own, through the same code path as the
-    gradients. Each `_GROUP` replicas fill one row, so every partial sum is exact in every wire
-    dtype. This catches, for example, HierarchicalCopyAllReduce, which ignores the last replica of
-    an odd number.
+    """Runs an all-reduce with a known sum over several replicas, before training (host).
 
     Raises:
       ConfigError: a replica received a wrong sum, or the replicas cannot send the dtype.
     """
-    replicas = strategy.num_replicas_in_sync
-    if replicas == 1:
-      return
-    self._require_sendable(strategy, dtypes)
-    dtypes = sorted(set(dtypes), key=lambda d: d.name)
-    groups = -(-replicas // _GROUP)
+    if strategy.num_replicas_in_sync > 1:
+      from loopwright.strategies import proof
 
-    @as_written
-    def contribute() -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-      group, value = tf.cast(replica, tf.int32) // _GROUP, tf.cast(replica, tf.int32) % _GROUP + 1
-      rows = tf.one_hot(group, groups, value, 0)[:, tf.newaxis] * _PATTERN
-      gradients = [tf.cast(rows, dtype) for dtype in dtypes]
-      return self.all_reduce(gradients, [tf.cast(value, tf.float32)])
-
-    sums = tf.function(lambda: strategy.run(contribute), autograph=False)()
-    totals = np.zeros([groups, 1])
-    for replica in range(replicas):
-      totals[replica // _GROUP] += replica % _GROUP + 1
-    for dtype, got in zip([*dtypes, tf.float32], tf.nest.flatten(sums), strict=True):
-      for local in strategy.experimental_local_results(got):
-        self._check_sum(local, totals, dtype, replicas)
-
-  def _require_sendable(self, strategy: tf.distribute.Strategy, dtypes: Sequence[tf.DType]) -> None:
-    sent = {self.wire_dtype or dtype for dtype in dtypes}
-    if tf.bfloat16 in sent and not placement.of(strategy).sends_bfloat16:
-      raise ConfigError(
-        "gradients would be summed in bfloat16 (Reduction.wire_dtype, or the weights' own dtype), "
-        "which TensorFlow's collectives do not have between GPUs; set Reduction.wire_dtype to "
-        "'float16' or 'float32', or on one machine mirrored.cross_device_ops to "
-        "'hierarchical_copy'."
-      )
-
-  def _check_sum(self, got: tf.Tensor, totals: np.ndarray, dtype: tf.DType, replicas: int) -> None:
-    expected = np.asarray(totals * _PATTERN if got.shape.rank else totals.sum())
-    received = np.asarray(tf.cast(got, tf.float64))
-    wrong = (received != expected) | (got.dtype != dtype)
-    if wrong.any():
-      raise ConfigError(
-        f"the all-reduce of {dtype.name} over {replicas} replicas is wrong: expected "
-        f"{expected[wrong][:6].tolist()}, got {received[wrong][:6].tolist()}; choose another op "
-        "(for example mirrored.cross_device_ops = 'reduction_to_one_device')."
-      )
+      proof.prove(self, strategy, dtypes)

@@ -8,7 +8,7 @@ import tf_keras
 
 from loopwright.errors import ConfigError
 from loopwright.models import models
-from loopwright.optimizers import adapters, rule, schedules
+from loopwright.optimizers import adapters, groups, rule, schedules
 from loopwright.optimizers.ema import Ema
 
 KERAS = {"keras": keras.optimizers, "tf_keras": tf_keras.optimizers}
@@ -298,7 +298,7 @@ def test_decay_leaves_the_named_variables_alone(mirrored, library, fuse, replica
   adamw = KERAS[library].AdamW
 
   def factory():
-    return adapters.without_decay(
+    return groups.without_decay(
       of=lambda: adamw(RATE, weight_decay=DECAY), names=["bias", "embeddings"]
     )
 
@@ -322,7 +322,7 @@ def test_decay_leaves_the_named_variables_alone(mirrored, library, fuse, replica
 @both
 def test_what_is_not_decayed_must_be_there(library):
   def factory():
-    return adapters.without_decay(
+    return groups.without_decay(
       of=lambda: KERAS[library].AdamW(0.1, weight_decay=0.1), names=["kernel", "gama"]
     )
 
@@ -336,7 +336,7 @@ def test_what_is_not_decayed_must_be_there(library):
 @both
 def test_without_decay_needs_decay(library):
   message = optimizer_error(
-    lambda: adapters.without_decay(of=lambda: KERAS[library].Adam(0.1), names=["bias"])
+    lambda: groups.without_decay(of=lambda: KERAS[library].Adam(0.1), names=["bias"])
   )
   assert message.startswith("without_decay.of returns a Adam without weight decay; set its")
 
@@ -344,11 +344,11 @@ def test_without_decay_needs_decay(library):
 @pytest.mark.parametrize("names", [[], "bias", ()])
 def test_without_decay_needs_names(names):
   message = optimizer_error(
-    lambda: adapters.without_decay(of=lambda: keras.optimizers.AdamW(0.1), names=names)
+    lambda: groups.without_decay(of=lambda: keras.optimizers.AdamW(0.1), names=names)
   )
   assert message == f"without_decay.names is {names!r}; it must be a list such as ['bias']."
 
 
 def test_without_decay_passes_on_what_is_no_optimizer():
-  message = optimizer_error(lambda: adapters.without_decay(of=lambda: "adamw", names=["bias"]))
+  message = optimizer_error(lambda: groups.without_decay(of=lambda: "adamw", names=["bias"]))
   assert "optimizer 'critic' is a str; it must be a Keras 3 optimizer" in message

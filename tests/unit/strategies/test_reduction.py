@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from loopwright.errors import ConfigError
-from loopwright.strategies import reduction
-from loopwright.strategies.reduction import Reduction
+from loopwright.strategies import proof
+from loopwright.strategies.reduction import WIRE_DTYPES, Reduction
 
 PACKINGS = ("flat", "per_tensor")
 SHAPES = {"matrix": (2, 3), "scalar": (), "vector": (4,), "empty": (0, 2)}
@@ -125,7 +125,7 @@ Reduction(wire_dtype="bfloat16").prove(strategy, [tf.float32])
 @pytest.mark.whole
 def test_a_right_all_reduce_over_many_replicas_proves_itself_in_bfloat16():
   """Added up over all 19, the contributions would come to 275, which bfloat16 does not hold."""
-  root = Path(reduction.__file__).parents[2]
+  root = Path(proof.__file__).parents[2]
   command = [sys.executable, "-c", PROOF_OF_MANY]
   done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr[-3000:]
@@ -152,7 +152,7 @@ def test_a_wrong_all_reduce_is_found_out(weights):
 @pytest.mark.parametrize("weights", [(1, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 2)])
 def test_a_replica_of_a_later_group_is_left_out_or_counted_twice(weights, monkeypatch):
   """Replicas 0 and 1 fill one row with 1 + 2 times 1, ..., 6, and replica 2 fills the other."""
-  monkeypatch.setattr(reduction, "_GROUP", 2)
+  monkeypatch.setattr(proof, "_GROUP", 2)
   devices = ["CPU:0", "CPU:1", "CPU:2"]
   strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=Forgetful(weights))
   refused = pytest.raises(ConfigError, match=r"over 3 replicas is wrong: expected \[[31]\.0, ")
@@ -197,4 +197,4 @@ def test_description_names_packing_and_wire():
   assert Reduction().describe() == "flat, own dtype"
   narrow = Reduction(packing="per_tensor", wire_dtype="bfloat16")
   assert narrow.describe() == "per_tensor, bfloat16 dtype"
-  assert set(reduction.WIRE_DTYPES) == {"float32", "bfloat16", "float16"}
+  assert set(WIRE_DTYPES) == {"float32", "bfloat16", "float16"}
