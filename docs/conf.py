@@ -49,7 +49,7 @@ html_title = f"Loopwright {release}"
 html_show_copyright = html_show_sphinx = False
 html_use_index = False
 html_static_path = ["_static"]
-html_css_files = ["site.css"]
+html_css_files, html_js_files = ["site.css"], ["site.js"]
 default_role = "py:obj"  # of `backticks` in docstrings
 highlight_language = "text"
 maximum_signature_line_length = 96
@@ -89,6 +89,7 @@ def setup(app: Sphinx) -> None:
   app.connect("autodoc-process-docstring", require_docstring)
   app.connect("env-check-consistency", require_all_public_names)
   app.connect("html-collect-pages", code_pages)
+  app.connect("html-page-context", make_accessible, priority=900)  # after the theme's
   app.connect("build-finished", add_index)
 
 
@@ -161,6 +162,23 @@ def _highlighted(path: str) -> str:
   except ClassNotFound:
     lexer = TextLexer()
   return f'<div class="highlight">{highlight(text, lexer, HtmlFormatter())}</div>'
+
+
+def make_accessible(
+  app: Sphinx, name: str, template: str, context: dict[str, Any], tree: nodes.document | None
+) -> None:
+  """Mends what WCAG forbids: headings without a level, lists in signatures that have no terms."""
+  del app, name, template, tree
+  tree_of_pages = context.get("furo_navigation_tree", "")
+  context["furo_navigation_tree"] = tree_of_pages.replace(
+    'role="heading"', 'role="heading" aria-level="2"'
+  )
+  context["body"] = re.sub(
+    r'<dl>\n((?:<dd><em class="sig-param">.*?</dd>\n)+)</dl>',
+    lambda found: '<span class="lines">' + re.sub(r"(</?)dd>", r"\1span>", found[1]) + "</span>",
+    context.get("body", ""),
+    flags=re.DOTALL,
+  )
 
 
 def skip_fields(
