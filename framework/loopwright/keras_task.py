@@ -306,8 +306,6 @@ def _preprocessed(model: Model, batch: Batch) -> Batch:
       f"the preprocessor of {type(model).__name__} makes labels of x, with a weight for each; use "
       "loopwright.tasks.pretrained.FineTunedLM."
     )
-  rows = tf.nest.flatten(_structure(batch, "x"))[0].shape[0]
-  made = tf.nest.map_structure(lambda x: tf.ensure_shape(x, [rows, *x.shape[1:]]), made)
   inputs = (
     {f"x/{k}": each for k, each in made.items()} if isinstance(made, Mapping) else {"x": made}
   )

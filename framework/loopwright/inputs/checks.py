@@ -130,7 +130,7 @@ def checked_batch(batch: object, rows: int, who: str) -> Batch:
       raise ConfigError(
         f"{who} returned {name!r} as a {type(value).__name__}; convert it to a dense tensor."
       )
-    checked[name] = tf.convert_to_tensor(value)
+    checked[name] = _of_rows(tf.convert_to_tensor(value), rows, f"{who} returned {name!r}")
     _check_shape(checked[name].shape, rows, f"{who} returned {name!r}")
   weight = checked.get("weight", tf.ones([rows]))
   if weight.dtype != tf.float32 or weight.shape != [rows]:
@@ -139,6 +139,16 @@ def checked_batch(batch: object, rows: int, who: str) -> Batch:
       f"of shape [{rows}], one weight per row."
     )
   return checked
+
+
+def _of_rows(value: tf.Tensor, rows: int, what: str) -> tf.Tensor:
+  """Returns a tensor whose rows TensorFlow does not count beforehand, compared when it is read."""
+  if not value.shape.rank or value.shape[0] is not None:
+    return value
+  count = tf.strings.as_string(tf.shape(value)[0])
+  remedy = f" rows for a batch of {rows}; to leave out a row, set its weight to 0."
+  value = require(tf.shape(value)[0] == rows, value, [f"{what} with ", count, remedy])
+  return tf.ensure_shape(value, [rows, *value.shape[1:]])
 
 
 def _check_shape(shape: tf.TensorShape, rows: int, what: str) -> None:

@@ -32,6 +32,7 @@ def finish(study: Study) -> int:
   print()
   if path := write_best(study, complete[0]):
     print(f"wrote {path}: `loopwright train {path}` trains it again")
+  print(f"`loopwright report {study.folder}` shows the trials beside one another")
   return 0
 
 
@@ -48,7 +49,7 @@ def _finish_repetitions(study: Study) -> int:
     return 1
   print("\nonly the seed differs, so none is the best; the last evaluations have")
   print("\n".join(ls.table([repetitions.HEADS, *found])))
-  print(f"\n`loopwright report {study.folder}` shows the curves; `loopwright repeat` is for this")
+  print(f"\n`loopwright report {study.folder}` shows the curves")
   return 0
 
 
