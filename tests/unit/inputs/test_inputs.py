@@ -1,5 +1,6 @@
 """Batches, padding, restore, shares of workers and errors of inputs/datasets.py, against NumPy."""
 
+import functools
 import logging
 import os
 import re
@@ -168,6 +169,19 @@ def test_preprocess_runs_with_autograph_on_whole_padded_batches():
   )
   for batch in batches:
     np.testing.assert_array_equal(batch["half"], batch["x"] / 2)
+
+
+def test_rows_that_preprocess_makes_are_counted_when_they_are_read():
+  def preprocess(batch, training):
+    kept = tf.boolean_mask(batch["x"], batch["x"] < 8)  # [None], as of a tokenizer
+    return {**batch, "x": kept}
+
+  make = functools.partial(train_dataset, global_batch_size=4, preprocess=preprocess)
+  dataset = make(numbered(8), shuffle=False)
+  assert dataset.element_spec["x"].shape == [4]
+  assert [batch["x"].tolist() for batch in arrays(dataset, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+  line = runtime_error(make(numbered(9), shuffle=False))
+  assert line.endswith("'x' with 3 rows for a batch of 4; to leave out a row, set its weight to 0.")
 
 
 def test_padding_stays_weightless_whatever_preprocess_makes_of_weights_and_rows():

@@ -4,7 +4,6 @@ import gzip
 import io
 import resource
 import struct
-import textwrap
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from input_cases import arrays, numbered, of_elements, one_line_error, runtime_e
 from PIL import Image
 
 from loopwright import failures
-from loopwright.inputs import datasets, sources
+from loopwright.inputs import datasets
 from loopwright.inputs.array_files import load_arrays, read_idx
 from loopwright.inputs.datasets import eval_dataset, train_dataset
 from loopwright.inputs.image_folder import ImageFolderSource
@@ -464,8 +463,3 @@ def test_sources_are_made_without_touching_tensorflow(tmp_path):
   images = ImageFolderSource(directory=str(tmp_path), image_size=(4, 4))
   assert images.files._tensors is None
   assert numbered(3)._tensors is None
-
-
-def test_the_synopsis_runs():
-  synopsis = sources.__doc__.split("\n\n")[1]
-  exec(textwrap.dedent(synopsis), vars(sources).copy())
