@@ -7,12 +7,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import toys
 from runs import make_trainer
 
-from loopwright import ArraySource, configurables
+from loopwright import ArraySource
 from loopwright.models import models
-from loopwright.running import run
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text()
 RNG = np.random.default_rng(0)
@@ -109,29 +107,3 @@ def test_losses_weighted_by_their_uncertainty(replicas, mirrored):
   got = [v.numpy() for v in models.trainable_variables(trainer.task.model)]
   for value, expected in zip(got, (kernel, bias, s), strict=True):
     np.testing.assert_allclose(value, expected, rtol=2e-5, atol=1e-6)
-
-
-class Flat(toys.Regression):
-  """The loss does not move, the weight moves by the learning rate."""
-
-  features = {"x": np.ones([4, 1], np.float32)}
-
-  def build_model(self):
-    return toys.linear([0.0])
-
-  def losses(self, outputs, batch):
-    return outputs - tf.stop_gradient(outputs)
-
-
-def test_a_rate_is_lowered_on_a_plateau_and_after_a_restart(tmp_path):
-  action = named("ReduceOnPlateau")
-  for steps in (4, 8):
-    task = Flat()
-    with configurables.apart():
-      run(
-        task=task, train_steps=steps, global_batch_size=4, model_dir=str(tmp_path),
-        eval_every_steps=1, optimizer=lambda: keras.optimizers.SGD(1.0),
-        actions=[action(factor=0.5, patience=2, least=0.2)],
-      )  # fmt: skip
-    rates = [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.2][:steps]  # two evaluations after the first
-    np.testing.assert_allclose(task.model.get_weights()[0], [[-sum(rates)]], rtol=1e-6)
