@@ -159,8 +159,7 @@ def _array(value: TensorLike, dtype: np.dtype | None) -> np.ndarray:
   array = np.asarray(value)
   if array.dtype.kind in "US":
     check_text("text", array)
-    encoded = np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array
-    return encoded.astype(object) if isinstance(value, np.ndarray) else as_bytes(value)
+    return as_bytes(value)
   if not hasattr(value, "dtype"):  # of Python
     if array.dtype == np.float64:
       array = array.astype(np.float32)
