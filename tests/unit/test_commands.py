@@ -179,7 +179,8 @@ def place(tmp_path_factory):
   for name, text in [*(x for x in saved if x[0] not in made_by_new), *MADE.items()]:
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)
-  _, *arguments = shlex.split(shorter(without_uv(commands(PAGES[0])[1])))
+  first = next(x for x in map(without_uv, commands(PAGES[0])) if x.startswith("loopwright train "))
+  _, *arguments = shlex.split(shorter(first))
   done = subprocess.run(
     [sys.executable, "launch.py", *arguments],
     cwd=folder,
@@ -274,7 +275,7 @@ def check(command):
         check_config(parsed.values.gin_file, parsed.values.gin_param)
       if parsed.command == "sweep":
         files, params = config_of(parsed.arguments, needed=True)
-        varied = space.read(parsed.values.vary, None, listed=parsed.values.sampler == "grid")
+        varied = space.read(parsed.values.vary, listed=parsed.values.sampler == "grid")
         space.checked(files, params, varied)
     case ["launch.py", *arguments] | ["python", "launch.py", *arguments]:
       check_launch(arguments)

@@ -243,8 +243,8 @@ def test_no_message_shows_a_secret_of_a_macro_or_under_a_mistyped_name(bindings,
 
 def test_no_secret_varies_in_a_sweep_and_none_is_in_its_study():
   with pytest.raises(ConfigError, match=r"--vary has U\.api_token, a secret, which a study would"):
-    space.read([f"U.api_token = ['{SECRET}', '{OTHER}']"], None, listed=False)
-  [dimension] = space.read(["run.seed = [0, 1]"], None, listed=False)
+    space.read([f"U.api_token = ['{SECRET}', '{OTHER}']"], listed=False)
+  [dimension] = space.read(["run.seed = [0, 1]"], listed=False)
   facts = space.checked([config(f"Uploading.api_token = '{SECRET}'")], [], [dimension])
   assert facts.bindings["Uploading.api_token"] == repr(digest(SECRET))
 
