@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import tensorflow as tf
 from absl import logging
@@ -40,7 +41,15 @@ _MATTER = ("XLA_", "TF_", "NVIDIA_", "CUDA_")
 
 
 class CompileCache(Hook):
-  """The kept programs of one process."""
+  """The kept programs of one process.
+
+  Attributes:
+    untried: the one whose programs TensorFlow has not run yet.
+    by_itself: whether nobody has asked for it.
+  """
+
+  untried: ClassVar[CompileCache | None] = None
+  by_itself = False
 
   def __init__(self, folder: str, settings: Mapping[str, object]) -> None:
     """Links what is kept (host); before TensorFlow knows its devices, when it reads its flags.
@@ -56,21 +65,42 @@ class CompileCache(Hook):
     os.environ[_FLAGS] = f"{os.environ.get(_FLAGS, '')} {_FOLDER}={self._work}".strip()
     self._store = self._folder / _key(settings)
     _make_own(self._store)
+    self._linked: list[Path] = []
+    self._at_fault: list[Path] = []
     for path in self._store.iterdir():
       name = path.name.partition("-")[2]
       with contextlib.suppress(FileNotFoundError):  # another process has removed it
         if name and not (self._work / name).exists() and _is_whole(path):
           os.utime(path)
           os.link(path, self._work / name)
+          self._linked.append(path)
         else:  # also what several processes have compiled at once
           path.unlink()
     self._known = {path.name for path in self._work.iterdir()}
+    CompileCache.untried = self
     logging.info("XLA's programs are kept in %s, %d so far", self._store, len(self._known))
 
   def loop_ends(self, step: int, output: Output, traces: int) -> None:
     """Keeps what TensorFlow has compiled meanwhile."""
     del step, output, traces
+    CompileCache.untried = None
+    for path in self._at_fault:
+      path.unlink(missing_ok=True)
     self.keep()
+
+  def give_up(self, *, failed: bool) -> None:
+    """Gives TensorFlow an empty folder, in memory if there is one.
+
+    If the loop ends then after it `failed`, what was kept was at fault, and is removed.
+    """
+    CompileCache.untried, self._at_fault = None, self._linked if failed else []
+    shutil.rmtree(self._work, ignore_errors=True)
+    shared = "/dev/shm"
+    roomy = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > FREE_BYTES
+    here = tempfile.mkdtemp(dir=shared if roomy else None)
+    atexit.register(shutil.rmtree, here, ignore_errors=True)
+    self._work.symlink_to(here)
+    atexit.register(self._work.unlink, missing_ok=True)
 
   def keep(self) -> None:
     """Keeps new programs; one that cannot be kept is left out."""
@@ -103,14 +133,37 @@ def opened(folder: str, settings: Mapping[str, object]) -> CompileCache | None:
   """
   if _FOLDER in os.environ.get(_FLAGS, ""):
     return None  # the user's own, or that of an earlier run of this process
-  if folder == "auto":
+  if by_itself := folder == "auto":
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(base, "loopwright", "xla")
+  before = os.environ.get(_FLAGS, "")
   try:
-    return CompileCache(folder, settings)
+    cache = CompileCache(folder, settings)
+    cache.by_itself = by_itself
+    return cache
   except OSError as error:
+    os.environ[_FLAGS] = before
     logging.warning("XLA's programs are not kept: %s; see run.compile_cache", error)
     return None
+
+
+def without_kept(error: Exception | None = None) -> bool:
+  """Whether XLA compiles anew from here on, as kept programs may be the cause of an error (host).
+
+  Only until the first loop has ended: TensorFlow ends a step whose program it cannot read or write.
+  Without an error, only those that are kept without being asked for are given up.
+  """
+  if (cache := CompileCache.untried) is None or (error is None and not cache.by_itself):
+    return False
+  try:
+    cache.give_up(failed=error is not None)
+  except OSError:
+    return False
+  from loopwright.failures import failure
+
+  why = failure(error) if error else "the step is several programs; see run.compile_cache"
+  logging.log(logging.WARNING if error else logging.INFO, "XLA's programs are not kept: %s", why)
+  return True
 
 
 def _key(settings: Mapping[str, object]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 from absl import logging
 
+from loopwright import registry
 from loopwright.graphs import xla
 from loopwright.models import models, replica_state
 from loopwright.models.task_state import reachable
@@ -51,17 +52,27 @@ def scale_of(trainer: Trainer, *, usual: bool) -> LossScale | None:
 
 
 def or_without_xla(trainer: Trainer, run: Callable[[], None]) -> None:
-  """Runs a loop; without XLA if that refuses the whole step of jit_compile="auto" (host)."""
+  """Runs a loop; if XLA refuses the whole step, without kept programs, or without XLA (host).
+
+  A step that is one program has not run then, but for the read of its batch. One of several may
+  have run in part: it begins without kept programs, unless the user asks for them.
+  """
+  before, whole = int(trainer.global_step.numpy()), trainer.compiled == xla.WHOLE
+  if trainer.parts.jit_compile and not whole:
+    registry.load("part", "without_kept")()
   try:
     run()
   except tf.errors.OpError as error:
-    whole = trainer.parts.jit_compile == "auto" and trainer.compiled == xla.WHOLE
-    if not (whole and xla.refuses(error)):
+    if not whole or int(trainer.global_step.numpy()) > before:
       raise
-    from loopwright.failures import failure
+    if registry.load("part", "without_kept")(error):
+      trainer.use()  # TensorFlow keeps the error of a program that it could not read, by its name
+    elif trainer.parts.jit_compile == "auto" and xla.refuses(error):
+      from loopwright.failures import failure
 
-    # Nothing of the first step has run but the read of its batch.
-    logging.info("XLA compiles nothing: %s", failure(error))
-    trainer.use(jit_compile=False)
+      logging.info("XLA compiles nothing: %s", failure(error))
+      trainer.use(jit_compile=False)
+    else:
+      raise
     trainer.reset_input()
-    run()
+    or_without_xla(trainer, run)

@@ -95,7 +95,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.configurables.remedies": "no_gin_file own_modules requirement spelled "
     "unreadable_line unused where_it_may_be",
     "loopwright.going_on": "GoingOn of_actions replay_command require_any_size",
-    "loopwright.compile_cache": "compile_cache=opened",
+    "loopwright.compile_cache": "compile_cache=opened without_kept",
     "loopwright.inputs.agreement": "require_agreement",
     "loopwright.inquiry": "Inquiry",
     "loopwright.kinds.workers.communication": "Communication",

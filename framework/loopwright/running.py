@@ -138,9 +138,9 @@ class Options(Gpus, Numerics, Hangs, Evaluation, BatchSize, Cadence, Job):
   compile_cache: Annotated[
     str | None,
     "the folder in which XLA's programs are kept, so that the next start compiles nothing; 'auto': "
-    "loopwright/xla in the user's cache folder; None keeps none.",
+    "on one GPU, loopwright/xla in the user's cache folder; None keeps none.",
     free("keeps them there"),
-  ] = None
+  ] = "auto"
   ledger: Annotated[
     bool,
     "record the examples of each step, in training modes; `python -m loopwright.tools.ledger "
@@ -235,7 +235,9 @@ def run(given: Options) -> dict[str, float]:
 
 def _compile_cache(given: Options, *, training: bool) -> list[Any]:
   """Returns the hook that keeps programs of XLA, where they are kept."""
-  if not training or given.compile_cache is None:
+  gpus = nvidia.visible() if given.gpus is None else given.gpus
+  by_itself = given.compile_cache == "auto"  # several replicas can have run half a step: see docs
+  if not training or given.compile_cache is None or (by_itself and len(gpus) != 1):
     return []
   made = registry.load("part", "compile_cache")(given.compile_cache, vars(given.part(Numerics)))
   return [made] if made else []

@@ -33,6 +33,12 @@ BUDGETS = {
   "fashion_mnist_diffusion/float32/1": (365, 5, 1, 0, {}),
   "language_model_decoder/float32/1": (1146, 5, 1, 0, {}),
   "digits_cnn/mixed_float16/1": (69, 4, 0, 0, {}),
+  "digits_cnn/float32/2": (130, 8, 0, 2, {"AllReduce 53004 float32": 2}),
+  "language_model/float32/2": (566, 16, 0, 2, {"AllReduce 824578 float32": 2}),
+  "fashion_mnist_gan/float32/2": (
+    *(360, 12, 0, 1),
+    {"AllReduce 237155 float32": 2, "AllReduce 36515 float32": 4},
+  ),
   "pendulum_sac/float32/1/plain": (441, 3, 3, 0, {}),
   "digits_cnn/float32/1/plain": (124, 4, 0, 0, {}),
   "digits_cnn/mixed_float16/1/plain": (157, 4, 0, 0, {}),
@@ -118,8 +124,9 @@ def test_a_step_keeps_within_its_budget(measured, case):
   beside = sum(number for name, number in step.items() if OF_TENSORFLOW.match(name))
   if case.endswith("/plain"):
     assert (beside > 0, step.get("synchronisations", 0)) == (True, 0)
-  else:  # all in one program, in which the host reads the conditions of branches
-    assert (beside, step.get("synchronisations", 0)) == (0, to_host)
+  else:  # all in one program, or around the reduction, in which the host reads conditions
+    few = 0 if case.endswith("/1") else 20  # metrics, counters, and what is sent
+    assert (beside <= few, step.get("synchronisations", 0)) == (True, to_host)
   assert nccl(step) == collectives
 
 

@@ -7,21 +7,28 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 import tensorflow as tf
 
-from loopwright import compile_cache
+from loopwright import compile_cache, examination, running
+from loopwright.graphs import xla
 
 PROGRAM = """
-import json, sys
+import json, resource, sys
 from loopwright import compile_cache
 cache = compile_cache.opened(sys.argv[1], {})
-sys.path[:0] = sys.argv[2:]
+sys.path[:0] = sys.argv[3:]
 import test_on_gpus
 before = len(cache._known)
 for _ in range(before):
   test_on_gpus.tf.function(lambda: test_on_gpus.tf.constant(1))()  # as a restore does
+for path in cache._work.iterdir() if sys.argv[2] == "damaged" else ():  # after it was found whole
+  path.unlink()
+  path.write_bytes(b"?")
+if sys.argv[2] == "full":
+  resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, 2**10))
 trainer = test_on_gpus.trained(test_on_gpus.AsOnOneGpu("CPU:0"))
 cache.keep()
 weights = [each.tolist() for each in test_on_gpus.weights(trainer)]
@@ -140,18 +147,64 @@ def test_only_folders_of_processes_that_are_gone_go(kept, process):
   assert (own.exists(), gone.exists()) == (True, False)
 
 
-@pytest.mark.ci
-def test_a_second_process_compiles_nothing(tmp_path):
-  """And the first one a single program for all steps, with a schedule and dropout."""
+def ran(cache, spoiled=""):
+  """Trains in a process of its own: programs before and after, what XLA compiles, the weights."""
   unit = Path(__file__).parent
   folders = [str(unit / "strategies"), str(unit.parent / "support"), str(unit.parents[1])]
+  command = [sys.executable, "-c", PROGRAM, str(cache), spoiled, *folders]
+  done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+  assert done.returncode == 0, done.stderr[-2000:]
+  return json.loads(done.stdout.splitlines()[-1])
 
-  def ran():
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "cache"), *folders]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
-  [before, after, compiled, weights], again = ran(), ran()
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+  """A cache with the program of a first process, and what that returned."""
+  folder = tmp_path_factory.mktemp("cache")
+  return folder, ran(folder)
+
+
+@pytest.mark.ci
+def test_a_second_process_compiles_nothing(first):
+  """And the first one a single program for all steps, with a schedule, dropout and padding."""
+  folder, [before, after, compiled, weights] = first
   assert (before, after, compiled) == (0, 1, "the step as one program")
-  assert again == [1, 1, compiled, weights]
+  assert ran(folder) == [1, 1, compiled, weights]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("spoiled", ["damaged", "full"])
+def test_no_run_fails_as_its_programs_cannot_be_read_or_written(first, spoiled, tmp_path):
+  """Where no file can be written at all it runs without XLA, so with other masks of dropout."""
+  folder, [*_, compiled, weights] = first
+  *_, found, same = ran(folder if spoiled == "damaged" else tmp_path, spoiled)
+  assert found == (compiled if spoiled == "damaged" else "")
+  assert (same == weights) == (spoiled == "damaged")
+
+
+@pytest.mark.parametrize("by_itself", [True, False])
+@pytest.mark.parametrize("compiled", [xla.WHOLE, "the forward and backward pass"])
+def test_a_step_of_several_programs_begins_without_kept_ones(compiled, by_itself, kept, process):
+  """Unless the user asks for them: half a step may have run when one cannot be read."""
+  cache, work = process()
+  cache.by_itself = by_itself
+  trainer = SimpleNamespace(
+    compiled=compiled, parts=SimpleNamespace(jit_compile="auto"), global_step=tf.constant(0)
+  )
+  examination.or_without_xla(trainer, lambda: None)
+  given_up = by_itself and compiled != xla.WHOLE
+  assert ([*work.iterdir()] == [], work.is_symlink()) == (given_up, given_up)
+  cache.loop_ends(1, {}, 1)
+  assert kept.exists()
+
+
+@pytest.mark.parametrize(
+  ("asked", "visible", "kept"),
+  [("auto", "0", True), ("auto", "0,1", False), ("auto", "-1", False), ("x", "-1", True)],
+)
+def test_by_itself_only_programs_of_one_gpu_are_kept(asked, visible, kept, monkeypatch):
+  """There a step that is one program can be run again, if a program cannot be read or written."""
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+  monkeypatch.setattr(compile_cache, "opened", lambda *given: given)
+  given = SimpleNamespace(compile_cache=asked, gpus=None, part=lambda kind: kind())
+  assert running._compile_cache(given, training=True) == ([(asked, ANY)] if kept else [])

@@ -151,7 +151,8 @@ def programs(graph: tf.Graph) -> Iterator[Any]:
 
 def refuses(error: Exception) -> bool:
   """Whether a program could not be made, so that nothing of it has run: see `obstacle`."""
-  return "tf2xla conversion failed" in str(error) or "XLA compilation requires" in str(error)
+  signs = ("tf2xla conversion failed", "XLA compilation requires", "xla_compile_cache__")
+  return any(sign in str(error) for sign in signs)
 
 
 def told(parts: Mapping[str, str]) -> str:
