@@ -73,12 +73,6 @@ class Reading:
 class StepObserver:
   """Observes one replica's step (replica context); the base class changes nothing."""
 
-  @property
-  def is_between(self) -> bool:
-    """Whether it sees or changes something between the reduction and the update."""
-    names = ("checked", "allowed", "applies", "before_update")
-    return any(getattr(type(self), name) is not getattr(StepObserver, name) for name in names)
-
   def forward(self, loss_fn: Forward, log: Callable[[Metrics], None]) -> Forward:
     """Returns the forward pass of a micro-batch: `loss_fn`, or what calls it.
 

@@ -96,6 +96,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "unreadable_line unused where_it_may_be",
     "loopwright.going_on": "GoingOn of_actions replay_command require_any_size",
     "loopwright.compile_cache": "compile_cache=opened without_kept",
+    "loopwright.one_program": "as_one_program",
     "loopwright.inputs.agreement": "require_agreement",
     "loopwright.inquiry": "Inquiry",
     "loopwright.kinds.workers.communication": "Communication",

@@ -14,10 +14,10 @@ from loopwright.aliases import Batch, Gradient, PerReplica, Variable
 from loopwright.errors import ConfigError
 from loopwright.graphs import operations, randomness, xla
 from loopwright.host import timing
-from loopwright.metrics import Checked, Loss, Weighted
+from loopwright.metrics import Loss, Weighted
 from loopwright.models import models
 from loopwright.observers import Observer
-from loopwright.optimizers import adapters, updates
+from loopwright.optimizers import adapters
 from loopwright.optimizers.adapters import Optimizer
 from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.optimizers.loss_scale import LossScale
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
   from loopwright.step import Step
 
 T = TypeVar("T")
-_OURS = "loopwright.step"
-_AFTER = ("unscale", "check", "clip", "apply", "log_update")
-"""The verbs of `Step.update` after the reduction."""
 JitCompile: TypeAlias = bool | Literal["auto"]
 """Whether XLA compiles; "auto": what it can."""
 
@@ -308,41 +305,15 @@ class Trace:
       )
 
 
-def as_one(
-  step: Step,
-  rest: Callable[[Gradients, Loss], None],
-  gradients: Gradients,
-  loss: Loss,
-  optimizer: Optimizer,
-) -> Loss:
-  """Calls what follows the reduction, as one program if XLA compiles all of it; returns the loss.
+def as_one(step: Step, rest: Callable[[Gradients, Loss], None], *given: Any) -> Loss:
+  """Calls `rest`, what follows the reduction, with `given`: gradients, loss and optimizer of it.
 
-  Each verb is a part of its own where the update has a branch, or where a subclass of `Step` or an
-  observer has a say.
+  Returns the loss. Where XLA compiles updates, `rest` is one program; see `one_program`.
   """
-  parts = step.parts
-  in_place = updates.in_place(optimizer, parts.ema, placement.here())
-  whole = gradients.fusion is optimizer.fusion and not any(gradients.missing)
-  changed = any(getattr(type(step), verb).__module__ != _OURS for verb in _AFTER)
-  if (
-    changed
-    or any(each.is_between for each in step.observers)
-    or not (in_place and whole and parts.compiles_updates)
-  ):
-    rest(gradients, loss)
-    return loss
-
-  def program() -> tuple[Loss, dict[str, Checked], tuple[tf.Tensor, tf.Tensor]]:
-    *pieces, total, weight = xla.taken_in([*gradients.tensors, loss.total, loss.weight])
-    with step.record.collected() as logged:
-      rest(gradients.replaced(pieces), found := Loss(total, weight))
-    return found, logged, step.record.updates.pop()
-
-  step.parts, step.traced.in_program = dataclasses.replace(parts, jit_compile=False), True
-  loss, logged, outcome = xla.program(program)()
-  step.parts, step.traced.in_program = parts, False
-  step.record.add(logged)
-  step.record.updates.append(outcome)
+  gradients, loss, _ = given
+  if step.parts.compiles_updates:
+    return registry.load("part", "as_one_program")(step, rest, *given)
+  rest(gradients, loss)
   return loss
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,6 @@ WHOLE = "the step as one program"
 _numbers = itertools.count()
 _ALWAYS = "Const"
 _ARGUMENTS = ("Placeholder", "_Arg", "_Retval", "NoOp")
-_CUTS = ("Split", "SplitV", "Reshape", "Identity")
 
 
 def program(function: Callable[[], T]) -> Callable[[], T]:
@@ -59,28 +58,6 @@ def _traced(function: Callable[[], T], **options: Any) -> Any:
   """
   with replaced(concrete_function, _inference_name=lambda name: f"{name}_part_{next(_numbers)}"):
     return tf.function(function, autograph=False, **options).get_concrete_function()
-
-
-def taken_in(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-  """Returns tensors from around the function that is traced, cut anew from what they are cut from.
-
-  So they are no copies that are made before the program begins.
-  """
-  made: dict[str, tf.Operation] = {}
-
-  def inside(tensor: tf.Tensor) -> tf.Tensor:
-    if (value := tf.get_static_value(tensor)) is not None:
-      return tf.constant(value)
-    if (of := tensor.op).type not in _CUTS:
-      return tensor
-    if of.name not in made:
-      made[of.name] = tf.compat.v1.get_default_graph().create_op(
-        of.type, [*map(inside, of.inputs)], [each.dtype for each in of.outputs],
-        attrs=dict(of.node_def.attr), op_def=of.op_def,
-      )  # fmt: skip
-    return made[of.name].outputs[tensor.value_index]
-
-  return [*map(inside, tensors)]
 
 
 def obstacle(graph: tf.Graph, *, kind: str) -> str:
