@@ -141,7 +141,7 @@ def _results(runs: Sequence[Shown]) -> Iterator[str]:
   rows = {run.name: diff.results(run.run) for run in runs if run.run}
   heads = list(dict.fromkeys(name for row in rows.values() for name in row))
   more = varied(runs)[:_MOST_BINDINGS] if len(runs) > FEW else []
-  values = {run.name: [_short(row[index]) for row in more] for index, run in enumerate(runs, 1)}
+  values = {run.name: [_number(row[index]) for row in more] for index, run in enumerate(runs, 1)}
   if rows:
     body = [
       [name, *(row.get(head, "") for head in heads), *values[name]] for name, row in rows.items()
@@ -149,12 +149,12 @@ def _results(runs: Sequence[Shown]) -> Iterator[str]:
     yield table(["run", *heads, *(name for name, *_ in more)], body)
 
 
-def _short(value: str) -> str:
-  """Returns a number with six digits, another value as it is."""
+def _number(value: str | float | None) -> str:
+  """Returns a number with six digits, another text as it is."""
   try:
-    return f"{float(value):.6g}"
+    return "not finite" if value is None else f"{float(value):.6g}"
   except ValueError:
-    return value
+    return str(value)
 
 
 def _repetitions(runs: Sequence[Shown]) -> Iterator[str]:
@@ -188,13 +188,9 @@ def _constants(runs: Sequence[Shown]) -> Iterator[str]:
   names = {name for run in runs for name in run.curves if is_constant(runs, name)}
   told = []
   for name in sorted(names, key=_place):
-    values = [
-      next(iter(run.curves[name].values())).values[:1] for run in runs if name in run.curves
-    ]
-    texts_ = dict.fromkeys(
-      "not finite" if v is None else f"{v:.6g}" for each in values for v in each
-    )
-    told.append(f"{name} = {' or '.join([*texts_][:FEW])}{', ...' * (len(texts_) > 4)}")
+    curves = [next(iter(run.curves[name].values())) for run in runs if name in run.curves]
+    first = dict.fromkeys(_number(curve.values[0]) for curve in curves)
+    told.append(f"{name} = {' or '.join([*first][:FEW])}{', ...' * (len(first) > FEW)}")
   if told:
     yield f"<p class=about>The same at every step: {safe('; '.join(told))}</p>"
 
