@@ -91,7 +91,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.commands.new": "new=run",
   },
   "part": {
-    "loopwright.actions.calls": "Actions",
+    "loopwright.actions.calls": "Actions require_actions",
     "loopwright.configurables.remedies": "no_gin_file own_modules requirement spelled "
     "unreadable_line unused where_it_may_be",
     "loopwright.going_on": "GoingOn of_actions replay_command require_any_size",

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from loopwright import registry
 from loopwright.declaration import free
-from loopwright.errors import ConfigError, kind
+from loopwright.errors import ConfigError
 from loopwright.hooks import Output as Output
 from loopwright.hooks import StopTraining as StopTraining
 from loopwright.run_folder.metrics_log import MetricsLog
@@ -168,16 +168,3 @@ class Action:
   def __call__(self, output: Output) -> None:
     """Called with the values of the loop or evaluation: scalars or tensors, maybe nested (host)."""
     raise NotImplementedError
-
-
-def require_actions(given: Any) -> None:
-  """Raises a ConfigError unless it is a list of actions, as `run` takes it."""
-  if not isinstance(given, Sequence):
-    raise ConfigError(f"run.actions is {kind(given)}; it must be a list of actions: [...].")
-  for each in given:
-    if not isinstance(each, Action):
-      keras_s = hasattr(each, "on_epoch_end")
-      remedy = (
-        "lw.KerasCallback(callback=...)" if keras_s else f"{getattr(each, '__name__', 'X')}()"
-      )
-      raise ConfigError(f"run.actions has {kind(each)}; each must be an Action: {remedy}.")

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from loopwright.actions.base import Action, Output, Run
-from loopwright.errors import ConfigError, first_line, unknown
+from loopwright.errors import ConfigError, first_line, kind, unknown
 from loopwright.evaluator import Evaluator
 from loopwright.hooks import Hook
 from loopwright.host.timing import timed
@@ -176,3 +176,14 @@ class ActionStates(tf.train.experimental.PythonState):
   def missed(self, step: int) -> bool:
     """Whether an action with a state has yet to see the evaluation of this step."""
     return self.evaluated != step and any("eval" in one.splits() for one in self.values)
+
+
+def require_actions(given: Any) -> None:
+  """Raises a ConfigError unless it is a list of actions, as `run` takes it."""
+  if not isinstance(given, Sequence):
+    raise ConfigError(f"run.actions is {kind(given)}; it must be a list of actions: [...].")
+  for each in given:
+    if not isinstance(each, Action):
+      of_keras = hasattr(each, "on_epoch_end")
+      remedy = "lw.KerasCallback(...)" if of_keras else f"{getattr(each, '__name__', 'X')}()"
+      raise ConfigError(f"run.actions has {kind(each)}; each must be an Action: {remedy}.")

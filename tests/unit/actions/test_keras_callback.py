@@ -158,7 +158,7 @@ def test_another_optimizer_is_refused(tmp_path):
   ("actions", "line"),
   [
     (KerasCallback(Noted()), r"run.actions is a KerasCallback; it must be a list"),
-    ([Noted()], r"run.actions has a Noted; .*: lw.KerasCallback\(callback="),
+    ([Noted()], r"run.actions has a Noted; .*: lw.KerasCallback\("),
     ([Weights], r"run.actions has a type; .*: Weights\(\)"),
   ],
 )
