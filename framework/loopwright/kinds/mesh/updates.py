@@ -108,7 +108,7 @@ def prove(name: str, optimizer: KerasOptimizer, variables: Sequence[Variable]) -
   def step() -> None:
     with tf.GradientTape() as tape:
       total = tf.add_n([0.5 * tf.reduce_sum(tf.cast(v, tf.float32)) for v in raw])
-    with assigning_if(tf.math.is_finite(total)):  # as a step does
+    with assigning_if(tf.math.is_finite(total)):  # as a step does; DTensor fails if it is constant
       for index, gradient in enumerate(tape.gradient(total, raw)):
         update(optimizer, index, gradient, variables[index], tf.constant(_RATE))
 
