@@ -105,7 +105,7 @@ class ModelParallelStrategy(tf.distribute.Strategy):
         f"model_parallel.layouts has {matching[0]!r} and {matching[1]!r}, which both match "
         f"variable {name!r}; make one of them narrower."
       )
-    axes = list(self.layouts[matching[0]]) if matching else [None] * shape.rank
+    axes: list[str | None] = list(self.layouts[matching[0]]) if matching else [None] * shape.rank
     if matching:
       self._require_fits(matching[0], axes, name, shape)
     if self.shards and trained and shape.rank > 1 and BATCH not in axes:
