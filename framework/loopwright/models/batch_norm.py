@@ -149,6 +149,9 @@ def _reads(penalty: tf.Tensor | float, batch: Mapping[str, tf.Tensor], model: Mo
     tensor = waiting.pop()
     if id(tensor) in rows:
       return True
+    if tensor.op.type == "Placeholder":  # of what XLA compiles, from around it
+      captures = getattr(tensor.graph, "captures", ())
+      waiting += [o for o, i in captures if i is tensor and tf.is_symbolic_tensor(o)]
     if id(tensor) not in updated and id(tensor.op) not in seen and tensor.op.type != "Shape":
       waiting += tensor.op.inputs
     seen.add(id(tensor.op))

@@ -138,8 +138,9 @@ class Penalised(Normalised):
 @pytest.mark.parametrize("kind", ["rows", "activity", "weights"])
 def test_a_penalty_never_counts_padded_rows(kind, mirrored, monkeypatch):
   if kind != "weights":
-    with pytest.raises(ConfigError, match="rows are padded, and a layer's add_loss"):
-      trained(Penalised(kind), mirrored(2))
+    for compiled in (False, True):
+      with pytest.raises(ConfigError, match="rows are padded, and a layer's add_loss"):
+        trained(Penalised(kind), mirrored(2), jit_compile=compiled)
     monkeypatch.setitem(globals(), "BATCH", 6)  # which divides
   one, two = (trained(Penalised(kind), mirrored(n), steps=1)[1][0] for n in (1, 2))
   np.testing.assert_allclose(one, two, rtol=1e-5)
