@@ -78,20 +78,24 @@ class StepParts:
     """Returns a part of what follows the reduction, compiled where `compiles_updates`."""
     return xla.program(function) if self.compiles_updates else function
 
-  def program(self, part: str, function: Callable[[], T], *, must: bool = False) -> Callable[[], T]:
+  def program(
+    self, part: str, function: Callable[[], T], *, must: bool = False, instead: xla.Instead = None
+  ) -> Callable[[], T]:
     """Returns a part of the step as one program, where XLA can; `left_out` has the others.
 
     Args:
       part: what it is.
       function: without arguments; traced once.
       must: with jit_compile=True, what XLA cannot compile is an error.
+      instead: see `xla.if_possible`.
     """
     if not self.jit_compile:
       return function
     if must and self.jit_compile is True:
       self.left_out[part] = ""
       return xla.program(function)
-    made, self.left_out[part] = xla.if_possible(function, kind=placement.here().device_kind)
+    kind = placement.here().device_kind
+    made, self.left_out[part] = xla.if_possible(function, kind=kind, instead=instead)
     return made
 
   def saved(self) -> dict[str, Any]:
@@ -221,8 +225,15 @@ class InputWait:
       with tf.device("CPU:0"):
         self._sum = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="input_wait")
 
-  def timed(self, iterator: Iterator[PerReplica]) -> tuple[PerReplica, tf.Tensor]:
+  def timed(self, iterator: Any) -> tuple[PerReplica, tf.Tensor]:
     """Returns the next global batch and the wait for it, float32 seconds (cross-replica)."""
+    if (given := getattr(iterator, "batch", None)) is not None:  # `ahead.Given`
+      return given, tf.constant(0.0)
+    batch, waited_s = self.read(iterator)
+    return self._place.per_replica(batch), waited_s
+
+  def read(self, iterator: Iterator[PerReplica]) -> tuple[PerReplica, tf.Tensor]:
+    """Returns the same before it is split and sent (cross-replica)."""
     started = timing.timestamp()
     with tf.control_dependencies([started]):
       batch = self._place.read(iterator)
@@ -231,7 +242,7 @@ class InputWait:
       waited_s = tf.cast(timing.timestamp() - started, tf.float32)
       if self._sum is not None:
         self._sum.assign_add(tf.cast(waited_s, tf.float64), read_value=False)
-    return self._place.per_replica(batch), waited_s
+    return batch, waited_s
 
   def metrics(self, waited_s: tf.Tensor) -> dict[str, Weighted]:
     """Returns what a step's metrics must sum up of it (replica context)."""

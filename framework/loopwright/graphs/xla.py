@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function import concrete_function
@@ -29,6 +29,7 @@ _STATEFUL_DRAWS = ("RandomStandardNormal", "RandomUniform", "RandomUniformInt", 
 WHOLE = "the step as one program"
 _numbers = itertools.count()
 _ALWAYS = "Const"
+Instead: TypeAlias = "Callable[[], Mapping[int, tf.Tensor]] | None"
 _ARGUMENTS = ("Placeholder", "_Arg", "_Retval", "NoOp")
 
 
@@ -37,18 +38,26 @@ def program(function: Callable[[], T]) -> Callable[[], T]:
   return _traced(function, jit_compile=True)
 
 
-def if_possible(function: Callable[[], T], *, kind: str) -> tuple[Callable[[], T], str]:
+def if_possible(
+  function: Callable[[], T], *, kind: str, instead: Instead = None
+) -> tuple[Callable[[], T], str]:
   """Returns a function without arguments as one program, and "" (under trace).
 
   If XLA cannot compile it, returns the function as it is, traced, and why not; see `obstacle`.
 
   Args:
     kind: of its device, "GPU" or "CPU".
+    instead: returns, in the program, id of a tensor that it uses -> what it takes instead.
   """
   traced = _traced(function)
   if why := obstacle(traced.graph, kind=kind):
     return traced, why
-  return program(lambda: traced()), ""
+
+  def call() -> T:
+    others = instead() if instead else {}
+    return traced._call_flat([], [others.get(id(t), t) for t in traced.captured_inputs])
+
+  return program(call), ""
 
 
 def _traced(function: Callable[[], T], **options: Any) -> Any:

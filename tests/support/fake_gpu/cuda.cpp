@@ -3,11 +3,15 @@
 // nothing. A bool that the host reads is true, as "the gradients are finite" is in most steps.
 //
 // Functions that are not here return 0, see fake_gpu/__init__.py. FAKE_GPU_* of the environment:
-// COUNT, the number of GPUs; MEMORY_MIB and BUSY_MIB, the memory of each and what others use of it.
+// COUNT, the number of GPUs; MEMORY_MIB and BUSY_MIB, the memory of each and what others use of it;
+// LAUNCH_US, how long a launch takes: streams and events then end when those of a GPU would, and
+// "gaps" are the launches that came when their GPU had nothing more to do. 0: all ends at once.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -37,7 +41,10 @@ static void count(const std::string& what, long number = 1) {
   counts[what] += number;
 }
 
+static void takes_launch(void* stream);
+static thread_local void* last_stream;  // that of libraries, which are not asked for theirs
 API void fake_gpu_launch(const char* kernel) {
+  takes_launch(last_stream);
   count("launches");
   count(std::string("kernel ") + kernel);
 }
@@ -221,6 +228,43 @@ API cudaError_t cudaDeviceGetPCIBusId(char* to, int size, int device) {
 }
 API cudaError_t cudaDeviceCanAccessPeer(int* to, int, int) { *to = 1; return OK; }
 
+// ---- time: when what a stream was asked for ends, in microseconds ----
+
+static double now() {
+  using namespace std::chrono;
+  return duration<double, std::micro>(steady_clock::now().time_since_epoch()).count();
+}
+static void wait_until(double end) {
+  while (double left = std::max(0.0, end - now()))
+    std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(left));
+}
+static double launch_us() {
+  static double each = setting("FAKE_GPU_LAUNCH_US", 0);
+  return each;
+}
+static std::mutex clock_lock;
+static double ends[64];  // of the launches of a GPU
+static double of_no_stream;
+static double& end_of(void* handle) { return handle ? *static_cast<double*>(handle) : of_no_stream; }
+static double ended(void* handle) {
+  std::lock_guard<std::mutex> held(clock_lock);
+  return end_of(handle);
+}
+static void merge(void* into, void* from) {
+  std::lock_guard<std::mutex> held(clock_lock);
+  end_of(into) = std::max(end_of(into), end_of(from));
+}
+static void takes(void* stream, double us, bool launch = false) {
+  if (!launch_us()) return;
+  std::lock_guard<std::mutex> held(clock_lock);
+  double at = now(), &end = end_of(stream), &device = ends[device_here()];
+  if (launch && device && device < at) count("gaps"), count("gaps us", at - device);
+  end = std::max(end, at) + us;
+  if (launch) device = std::max(device, end);
+}
+
+static void takes_launch(void* stream) { takes(stream, launch_us(), true); }
+
 // ---- memory ----
 
 struct Block { size_t bytes; int device; };
@@ -262,7 +306,8 @@ static int place(const void* pointer, uintptr_t* start = nullptr, size_t* bytes 
   return block.device;
 }
 
-static void copy(void* to, const void* from, size_t bytes) {
+static void copy(void* to, const void* from, size_t bytes, void* stream = nullptr) {
+  takes(stream, 5 + bytes / 25e3);  // 25 GB/s
   int there = place(to), here = place(from);
   const char* kind = there < 0 ? (here < 0 ? "on the host" : "to the host")
                      : here < 0 ? "to the device" : here == there ? "within" : "between";
@@ -274,6 +319,7 @@ static void copy(void* to, const void* from, size_t bytes) {
 }
 static void copy_now(void* to, const void* from, size_t bytes) {
   count("synchronisations");
+  wait_until(ends[device_here()]);
   copy(to, from, bytes);
 }
 
@@ -328,25 +374,25 @@ API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
   copy_now(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
   return OK;
 }
-API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream) {
-  copy(reinterpret_cast<void*>(to), from, bytes);
+API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+  copy(reinterpret_cast<void*>(to), from, bytes, stream);
   return OK;
 }
-API CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream) {
-  copy(to, reinterpret_cast<void*>(from), bytes);
+API CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  copy(to, reinterpret_cast<void*>(from), bytes, stream);
   return OK;
 }
-API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream) {
-  copy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
+API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  copy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes, stream);
   return OK;
 }
-API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream) {
-  copy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
+API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  copy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes, stream);
   return OK;
 }
 API CUresult cuMemcpyPeerAsync(
-    CUdeviceptr to, CUcontext, CUdeviceptr from, CUcontext, size_t bytes, CUstream) {
-  copy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
+    CUdeviceptr to, CUcontext, CUdeviceptr from, CUcontext, size_t bytes, CUstream stream) {
+  copy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes, stream);
   return OK;
 }
 API CUresult cuMemsetD8Async(CUdeviceptr at, unsigned char value, size_t bytes, CUstream) {
@@ -382,8 +428,8 @@ API cudaError_t cudaMemGetInfo(size_t* unused, size_t* total) {
   return OK;
 }
 API cudaError_t cudaMemcpyAsync(
-    void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  copy(to, from, bytes);
+    void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  copy(to, from, bytes, stream);
   return OK;
 }
 API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
@@ -444,13 +490,32 @@ API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* to, unsigned, int) { 
 API cudaError_t cudaEventCreate(cudaEvent_t* to) { return makes(to); }
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* to, unsigned) { return makes(to); }
 
-static auto waits() { count("synchronisations"); return OK; }
-API CUresult cuCtxSynchronize() { return waits(); }
-API CUresult cuStreamSynchronize(CUstream) { return waits(); }
-API CUresult cuEventSynchronize(CUevent) { return waits(); }
-API cudaError_t cudaDeviceSynchronize() { return waits(); }
-API cudaError_t cudaStreamSynchronize(cudaStream_t) { return waits(); }
-API cudaError_t cudaEventSynchronize(cudaEvent_t) { return waits(); }
+static auto waits(double end) {
+  count("synchronisations");
+  wait_until(end);
+  return OK;
+}
+API CUresult cuCtxSynchronize() { return waits(ends[device_here()]); }
+API CUresult cuStreamSynchronize(CUstream stream) { return waits(ended(stream)); }
+API CUresult cuEventSynchronize(CUevent event) { return waits(ended(event)); }
+API cudaError_t cudaDeviceSynchronize() { return waits(ends[device_here()]); }
+API cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return waits(ended(stream)); }
+API cudaError_t cudaEventSynchronize(cudaEvent_t event) { return waits(ended(event)); }
+API CUresult cuEventRecord(CUevent event, CUstream stream) {
+  std::lock_guard<std::mutex> held(clock_lock);
+  end_of(event) = end_of(stream);
+  return OK;
+}
+API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
+  merge(stream, event);
+  return OK;
+}
+API CUresult cuEventQuery(CUevent event) {
+  return ended(event) > now() ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+}
+API CUresult cuStreamQuery(CUstream stream) {
+  return ended(stream) > now() ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+}
 
 API CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* to) {
   *to = CU_STREAM_CAPTURE_STATUS_NONE;
@@ -458,12 +523,12 @@ API CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* to) {
 }
 API CUresult cuStreamGetPriority(CUstream, int* to) { *to = 0; return OK; }
 API CUresult cuStreamGetCtx(CUstream, CUcontext* to) { return cuCtxGetCurrent(to); }
-API CUresult cuLaunchHostFunc(CUstream, CUhostFn callback, void* data) {
-  later([=] { callback(data); });
+API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn callback, void* data) {
+  later([=, end = ended(stream)] { wait_until(end), callback(data); });
   return OK;
 }
 API CUresult cuStreamAddCallback(CUstream stream, CUstreamCallback callback, void* data, unsigned) {
-  later([=] { callback(stream, CUDA_SUCCESS, data); });
+  later([=, end = ended(stream)] { wait_until(end), callback(stream, CUDA_SUCCESS, data); });
   return OK;
 }
 API CUresult cuEventElapsedTime(float* to, CUevent, CUevent) { *to = 0.01f; return OK; }
@@ -488,7 +553,8 @@ template <typename Handle> static auto finds(Handle* to, const std::string& name
   *to = reinterpret_cast<Handle>(&named(name));
   return OK;
 }
-template <typename Handle> static auto launches(Handle kernel) {
+template <typename Handle> static auto launches(Handle kernel, void* stream) {
+  last_stream = stream;
   fake_gpu_launch(reinterpret_cast<std::string*>(kernel)->c_str());
   return OK;
 }
@@ -547,15 +613,16 @@ API CUresult cuOccupancyMaxPotentialBlockSizeWithFlags(
   return OK;
 }
 API CUresult cuLaunchKernel(CUfunction kernel, unsigned, unsigned, unsigned, unsigned, unsigned,
-                            unsigned, unsigned, CUstream, void**, void**) {
-  return launches(kernel);
+                            unsigned, unsigned, CUstream stream, void**, void**) {
+  return launches(kernel, stream);
 }
-API CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction kernel, void**, void**) {
-  return launches(kernel);
+API CUresult cuLaunchKernelEx(const CUlaunchConfig* given, CUfunction kernel, void**, void**) {
+  return launches(kernel, given->hStream);
 }
 API CUresult cuLaunchCooperativeKernel(CUfunction kernel, unsigned, unsigned, unsigned, unsigned,
-                                       unsigned, unsigned, unsigned, CUstream, void**) {
-  return launches(kernel);
+                                       unsigned, unsigned, unsigned, CUstream stream,
+                                       void**) {
+  return launches(kernel, stream);
 }
 
 // What nvcc's code calls: it registers each kernel by the address of its function of the host.
@@ -569,7 +636,8 @@ static std::string name_of(const void* function) {
   auto found = names().find(function);
   return found == names().end() ? "unknown" : found->second;
 }
-static cudaError_t launches_of(const void* function) {
+static cudaError_t launches_of(const void* function, void* stream) {
+  last_stream = stream;
   fake_gpu_launch(name_of(function).c_str());
   return OK;
 }
@@ -595,15 +663,16 @@ API cudaError_t __cudaPopCallConfiguration(
   return OK;
 }
 API cudaError_t cudaLaunchKernel(
-    const void* function, dim3, dim3, void**, size_t, cudaStream_t) {
-  return launches_of(function);
+    const void* function, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  return launches_of(function, stream);
 }
-API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* function, void**) {
-  return launches_of(function);
+API cudaError_t cudaLaunchKernelExC(
+    const cudaLaunchConfig_t* given, const void* function, void**) {
+  return launches_of(function, given->stream);
 }
 API cudaError_t cudaLaunchCooperativeKernel(
-    const void* function, dim3, dim3, void**, size_t, cudaStream_t) {
-  return launches_of(function);
+    const void* function, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  return launches_of(function, stream);
 }
 API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* to, const void*) {
   memset(to, 0, sizeof *to);
