@@ -8,7 +8,6 @@ Here only reads wait for reads, and steps for steps, so the host is some steps a
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,8 +18,9 @@ from loopwright.aliases import Batch, PerReplica
 from loopwright.step_parts import InputWait, StepNumbers, StepParts
 from loopwright.strategies.placement import Placement
 
-STEPS = 4
-"""How many steps the host works on at once; so many batches are on the GPU."""
+STEPS, BYTES = 16, 2**25
+"""The most steps that the host works on at once, and the most memory of the GPU for their batches:
+the GPU is idle for a moment once in so many steps."""
 _WORDS = {tf.int32: 1, tf.int64: 2, tf.bool: 1}
 """What the host computes with, in words of 32 bits: all of a step's are one copy."""
 
@@ -51,7 +51,7 @@ class Ahead:
     gpu = self._place.devices[0]
 
     def body(done: tf.Tensor, turn: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, ...]:
-      tf.compat.v1.get_default_graph()._add_control_dependencies = True  # in functions inside it
+      _edges(True)  # in functions inside it
       with tf.name_scope(""), numbers.of(done) as number:
         given, turn = self._given(number, done, turn)
         with tf.control_dependencies([last]):
@@ -61,8 +61,12 @@ class Ahead:
 
     with tf.device(gpu):
       end, start = tf.identity(steps), (tf.constant(0), tf.constant(0), tf.constant(True))
-    with _without_edges():
-      tf.while_loop(lambda done, *_: done < end, body, start, parallel_iterations=STEPS)
+    specs = self._iterator.element_spec.values()
+    batch = sum(math.prod(spec.shape) * spec.dtype.size for spec in specs)
+    at_once = max(2, min(STEPS, BYTES // max(batch, 1)))
+    _edges(False)
+    tf.while_loop(lambda done, *_: done < end, body, start, parallel_iterations=at_once)
+    _edges(True)
 
   def _given(self, number: tf.Tensor, done: tf.Tensor, turn: tf.Tensor) -> tuple[Given, tf.Tensor]:
     """Reads a batch once `turn` is there, and sends it; returns also the turn of the next read."""
@@ -100,22 +104,16 @@ def of(
   """Returns what runs a loop; None where each step reads its batch when the last one has ended."""
   if not (place.on_gpus and place.strategy.num_replicas_in_sync == 1 and parts.jit_compile):
     return None
-  if parts.observers or not isinstance(iterator, tf.data.Iterator):
+  if parts.observers or tf.executing_eagerly() or not isinstance(iterator, tf.data.Iterator):
     return None
   specs = iterator.element_spec
   fits = isinstance(specs, dict) and all(map(_fits, specs.values()))
   return Ahead(iterator, wait, place) if fits else None
 
 
-@contextlib.contextmanager
-def _without_edges() -> Iterator[None]:
-  """TensorFlow adds no edges of its own to the functions that are traced inside."""
-  graph = tf.compat.v1.get_default_graph()
-  graph._add_control_dependencies = False
-  try:
-    yield
-  finally:
-    graph._add_control_dependencies = True
+def _edges(added: bool) -> None:
+  """Whether TensorFlow adds edges of its own to functions that are traced in this graph."""
+  tf.compat.v1.get_default_graph()._add_control_dependencies = added  # noqa: SLF001
 
 
 def _fits(spec: Any) -> bool:

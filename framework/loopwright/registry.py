@@ -93,7 +93,6 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
   "part": {
     "loopwright.actions.calls": "Actions require_actions",
     "loopwright.ahead": "ahead=of",
-    "loopwright.actions.calls": "Actions",
     "loopwright.configurables.remedies": "no_gin_file own_modules requirement spelled "
     "unreadable_line unused where_it_may_be",
     "loopwright.going_on": "GoingOn of_actions replay_command require_any_size",

@@ -79,7 +79,7 @@ class StepParts:
     return xla.program(function) if self.compiles_updates else function
 
   def program(
-    self, part: str, function: Callable[[], T], *, must: bool = False, instead: xla.Instead = None
+    self, part: str, function: Callable[[], T], *, must: bool = False, given: Any = None
   ) -> Callable[[], T]:
     """Returns a part of the step as one program, where XLA can; `left_out` has the others.
 
@@ -87,14 +87,14 @@ class StepParts:
       part: what it is.
       function: without arguments; traced once.
       must: with jit_compile=True, what XLA cannot compile is an error.
-      instead: see `xla.if_possible`.
+      given: what a step takes, if it is `ahead.Given`.
     """
     if not self.jit_compile:
       return function
     if must and self.jit_compile is True:
       self.left_out[part] = ""
       return xla.program(function)
-    kind = placement.here().device_kind
+    kind, instead = placement.here().device_kind, getattr(given, "instead", None)
     made, self.left_out[part] = xla.if_possible(function, kind=kind, instead=instead)
     return made
 
@@ -183,7 +183,7 @@ class StepNumbers:
 
   def __init__(self, parts: StepParts, num_steps: tf.Tensor, *, place: placement.Placement) -> None:
     """Computes number and rates of the next `num_steps` steps (cross-replica)."""
-    self._place, self._to_xla = place, bool(parts.jit_compile)
+    self._place, self._parts, self._to_xla = place, parts, bool(parts.jit_compile)
     if not place.on_gpus:
       return
     schedules = [one.schedule for one in parts.optimizers.values() if one.schedule]
@@ -208,6 +208,17 @@ class StepNumbers:
       for schedule, rates in self._rates:
         stack.enter_context(schedule.given(rates, done, to_xla=self._to_xla))
       yield number
+
+  def run_ahead(
+    self, step: Callable[..., tf.Tensor], iterator: Any, steps: tf.Tensor, wait: InputWait
+  ) -> bool:
+    """Runs so many steps as ahead.py does, if that can be; returns whether it has."""
+    if not self._place.on_gpus:
+      return False
+    ahead = registry.load("part", "ahead")(iterator, self._parts, wait, self._place)
+    if ahead:
+      ahead.run(step, self, steps)
+    return ahead is not None
 
 
 class InputWait:

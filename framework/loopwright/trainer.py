@@ -245,21 +245,15 @@ class Trainer(AbstractTrainer):
     for observer in self.parts.observers:
       observer.loop_starts()
     numbers = StepNumbers(self.parts, num_steps, place=self.placement)
-    ahead = None
-    if self.placement.on_gpus and not self.eager:
-      load = registry.load("part", "ahead")
-      ahead = load(iterator, self.parts, self._input_wait, self.placement)
 
     def step(done: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
       with tf.name_scope(""), numbers.of(done) as number:  # without the loop's prefix in all names
         return done + 1, self.train_step(iterator, number)
 
-    if ahead:
-      ahead.run(self.train_step, numbers, num_steps)
-    elif may_undo(self.parts.observers):
+    if may_undo(self.parts.observers):
       start = (tf.constant(0), tf.constant(True))
       tf.while_loop(lambda n, stands: (n < num_steps) & stands, lambda n, _: step(n), start)
-    else:
+    elif not numbers.run_ahead(self.train_step, iterator, num_steps, self._input_wait):
       tf.while_loop(lambda n: n < num_steps, lambda n: step(n)[:1], (tf.constant(0),))
     self.average_state()
 
@@ -285,8 +279,7 @@ class Trainer(AbstractTrainer):
       return self.finish_step(*(first(flag)[0] for flag in outcome))
 
     alone = self.strategy.num_replicas_in_sync == 1  # else the replicas communicate
-    instead = getattr(iterator, "instead", None)
-    stands = (self.parts.program("step", rest, instead=instead) if alone else rest)()
+    stands = (self.parts.program("step", rest, given=iterator) if alone else rest)()
     self._checks.say_compiled(self.compiled)
     return stands
 

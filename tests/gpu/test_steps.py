@@ -26,13 +26,13 @@ STEPS = Path(__file__).with_name("steps.py")
 # collectives: how many, of how many elements. Of several GPUs it is the sum over them. /plain is
 # without XLA, which compiles the others.
 BUDGETS = {
-  "pendulum_sac/float32/1": (95, 3, 14, 0, {}),
-  "digits_cnn/float32/1": (62, 4, 0, 0, {}),
-  "language_model/float32/1": (267, 5, 0, 0, {}),
-  "fashion_mnist_gan/float32/1": (149, 6, 0, 0, {}),
-  "fashion_mnist_diffusion/float32/1": (365, 5, 1, 0, {}),
-  "language_model_decoder/float32/1": (1146, 5, 1, 0, {}),
-  "digits_cnn/mixed_float16/1": (69, 4, 0, 0, {}),
+  "pendulum_sac/float32/1": (97, 2, 14, 0, {}),
+  "digits_cnn/float32/1": (63, 2, 0, 0, {}),
+  "language_model/float32/1": (266, 1, 0, 0, {}),
+  "fashion_mnist_gan/float32/1": (150, 4, 0, 0, {}),
+  "fashion_mnist_diffusion/float32/1": (366, 4, 1, 0, {}),
+  "language_model_decoder/float32/1": (1146, 1, 1, 0, {}),
+  "digits_cnn/mixed_float16/1": (70, 2, 0, 0, {}),
   "digits_cnn/float32/2": (130, 8, 0, 2, {"AllReduce 53004 float32": 2}),
   "language_model/float32/2": (566, 16, 0, 2, {"AllReduce 824578 float32": 2}),
   "fashion_mnist_gan/float32/2": (
@@ -128,6 +128,13 @@ def test_a_step_keeps_within_its_budget(measured, case):
     few = 0 if case.endswith("/1") else 20  # metrics, counters, and what is sent
     assert (beside <= few, step.get("synchronisations", 0)) == (True, to_host)
   assert nccl(step) == collectives
+
+
+@pytest.mark.whole
+def test_a_gpu_has_the_next_step_before_it_has_ended_one():
+  """A launch takes 0.5 ms here. Once in 16 steps the host is behind, not at each."""
+  [one] = results(started(["digits_cnn/float32/1"], FAKE_GPU_LAUNCH_US="500"))
+  assert one["step"].get("gaps", 0) < 0.5
 
 
 @pytest.mark.parametrize("case", each(BUDGETS))
