@@ -102,7 +102,7 @@ def fitted():
   return seen
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_a_plateau_lowers_the_rate_as_in_fit(tmp_path, replicas):
   weights = Weights()
   start(tmp_path / "run", plateau(), replicas=replicas, actions=[weights])
@@ -113,11 +113,12 @@ def test_a_plateau_lowers_the_rate_as_in_fit(tmp_path, replicas):
     assert rate == pytest.approx(of_fit)
 
 
-def test_its_state_survives_a_restart(tmp_path):
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_its_state_survives_a_restart(tmp_path, replicas):
   whole, second = Weights(), Weights()
-  start(tmp_path / "whole", plateau(), actions=[whole])
-  start(tmp_path / "parts", plateau(), epochs=3)
-  start(tmp_path / "parts", plateau(), actions=[second])
+  start(tmp_path / "whole", plateau(), actions=[whole], replicas=replicas)
+  start(tmp_path / "parts", plateau(), epochs=3, replicas=replicas)
+  start(tmp_path / "parts", plateau(), actions=[second], replicas=replicas)
   # The checkpoint is from before its evaluation, which comes again.
   for (kernel, rate), (other, again) in zip(whole.seen[2:], second.seen, strict=True):
     np.testing.assert_array_equal(kernel, other)

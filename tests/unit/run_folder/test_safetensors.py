@@ -138,7 +138,7 @@ def trained(folder, *more):
   configurables.configured(running.run)(mode="train", model_dir=str(folder))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_a_run_is_exported_and_another_begins_with_it(tmp_path, replicas, capsys):
   trained(tmp_path / "a", f"run.seed = {replicas}")
   gin = tmp_path / "a" / "operative_config.gin"
