@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 from loopwright.errors import USER_ERROR, ConfigError, is_the_users, printable
@@ -38,7 +39,17 @@ def failure(error: BaseException) -> str:
   elif not re.match(r"\w+(Error|Exception): ", reason):
     reason = f"{type(error).__name__}: {reason}"
   place = place_of(error)
-  return f"{reason} ({place})" if place else reason
+  return (f"{reason} ({place})" if place else reason) + _of_batch(error)
+
+
+def _of_batch(error: BaseException | None) -> str:
+  """Returns the names of the batch that a missing name was looked for in, if that is known."""
+  while error and not isinstance(error, KeyError):
+    error = error.__context__  # AutoGraph raises an error of its own
+  frames = traceback.walk_tb(error.__traceback__) if error else ()
+  found = [frame.f_locals.get("batch") for frame, _ in frames]
+  batches = [list(batch) for batch in found if isinstance(batch, Mapping)]
+  return f"; the batch has {', '.join(map(repr, batches[-1]))}" if batches else ""
 
 
 def is_full(error: BaseException) -> bool:

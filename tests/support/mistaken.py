@@ -180,6 +180,11 @@ def mismatched(outputs, batch):
   return Loss.from_examples(tf.reduce_sum(outputs @ tf.ones([3, 1]), axis=1), batch["weight"])
 
 
+@loopwright.register
+def misspelt(outputs, batch):
+  return Loss.from_examples(outputs[:, 0], batch["wieght"])
+
+
 # Metrics.
 
 
