@@ -52,9 +52,9 @@ class Counted:
 
     with monkeypatch.context() as patch:
       patch.setattr(ops._EagerTensorBase, "_numpy", reading)
-      op_callbacks.add_op_callback(started)
       gc.collect()
       gc.disable()
+      op_callbacks.add_op_callback(started)
       try:
         yield
       finally:

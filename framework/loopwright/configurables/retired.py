@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-from absl import logging
-
 from loopwright.configurables.reading import Config, Reference
 
 ACTIONS = ("LayerStatistics", "NoiseScale", "TimeBudget")
@@ -30,6 +28,8 @@ def without(config: Config) -> Config:
     if not is_retired(f"{each.name}.{each.parameter}")
   ]
   if gone:
+    from absl import logging  # late: no help needs it
+
     logging.warning("left out, as nothing reads it any more: %s", ", ".join(dict.fromkeys(gone)))
   return config._replace(bindings=kept)
 
