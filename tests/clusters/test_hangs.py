@@ -100,7 +100,7 @@ def test_a_hang_is_told_and_a_signal_writes_the_stacks(hung):
   assert "in deadlock" in written
   process.send_signal(stacks.SIGNAL)
   deadline = time.monotonic() + 10
-  while "Current thread" not in (folder / layout.stacks(0)).read_text()[len(written) :]:
+  while "in deadlock" not in (folder / layout.stacks(0)).read_text()[len(written) :]:
     assert time.monotonic() < deadline
     time.sleep(0.05)
   assert process.poll() is None

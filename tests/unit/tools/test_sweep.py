@@ -394,7 +394,6 @@ def test_a_sweep_over_the_seed_alone_is_a_repetition(capsys):
   assert sweep("--vary=run.seed = [3, 1]", "--sampler=grid") == 0
   out = capsys.readouterr().out
   assert "only the seed differs, so none is the best" in out
-  assert "`loopwright repeat` is for this" in out
   assert not Path("s/best.gin").exists()
 
 
