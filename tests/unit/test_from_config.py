@@ -72,9 +72,9 @@ def test_a_run_that_python_started_is_loaded_with_what_it_got(tmp_path):
     load(str(tmp_path))
 
 
-def test_the_precision_of_a_run_is_not_that_of_what_comes_after(tmp_path):
+def test_the_precision_of_a_run_is_not_that_of_what_comes_after(tmp_path, policy):
   configurables.parse([], [*CONFIG[:3], "run.precision = 'mixed_bfloat16'"])
   configurables.configured(run)(mode="train", model_dir=str(tmp_path))
-  keras.config.set_dtype_policy("float32")
+  policy("float32")
   assert load(str(tmp_path)).model.layers[0].compute_dtype == "bfloat16"
   assert keras.config.dtype_policy().name == "float32"

@@ -9,7 +9,7 @@ import loopwright
 
 FRAMEWORK, REPOSITORY = Path(loopwright.__file__).parent, Path(__file__).parents[2]
 LONGEST_FILE, LONGEST_BODY = 550, 60
-LINES = {"framework": 50_969, "tests": 53_863, "benchmarks": 9_329}
+LINES = {"framework": 50_969, "tests": 53_850, "benchmarks": 9_329}
 """Of Python in each folder. These numbers go down: what adds lines removes as many. Twice they went
 up with what was added: docs/decisions/0040 and 0041; 0042 says what was left out since."""
 

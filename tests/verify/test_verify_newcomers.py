@@ -86,7 +86,6 @@ DEFECTS = {
   "MovesInSkipped": ("overflow", "state changed by a skipped step", "slow.assign"),
   "NoisyTeacher": ("gradients", "training mode of what is never trained", '"teacher"](batch'),
   "PythonCounter": ("replicas compilation", PYTHON, "self.steps +="),
-  "CounterInForward": ("restore", "variable outside the checkpoint", "assign_add"),
   "TrainedTeacher": ("gradients", "variable without gradient", "tf.stop_gradient"),
   "Recomputed": ("randomness", DROPOUT, "recompute_grad"),
   "Mixup": ("randomness", STATEFUL, "tf.random.shuffle"),

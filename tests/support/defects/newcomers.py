@@ -343,17 +343,6 @@ class PythonCounter(Small):
     step.update(loss, batch)
 
 
-class CounterInForward(Small):
-  def build_model(self):
-    self.seen = tf.Variable(0.0, trainable=False)
-    return super().build_model()
-
-  def forward(self, batch, training):
-    if training:
-      self.seen.assign_add(1.0)
-    return super().forward(batch, training) * tf.minimum(1.0, 0.1 + self.seen)
-
-
 class TrainedTeacher(Small):
   """The optimizer is given the teacher's variables too."""
 
