@@ -27,7 +27,14 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "benchmarks/trials.gin"
-WARM = ("loopwright.running", "orbit", "tensorflow", "keras", "tf_keras", "benchmarks.trials_task")
+WARM = (
+  "loopwright.runs.runner",
+  "orbit",
+  "tensorflow",
+  "keras",
+  "tf_keras",
+  "benchmarks.trials_task",
+)
 
 
 def warm_up() -> None:

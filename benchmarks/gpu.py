@@ -257,7 +257,8 @@ def row(name: str, precision_name: str, who: str, *, small: bool, block_s: float
   import keras
   import tensorflow as tf
 
-  from loopwright.strategies import factories, gpus
+  from loopwright.distribution import gpus
+  from loopwright.strategies import factories
 
   began = time.perf_counter()
   precision = PRECISIONS[precision_name]
@@ -310,7 +311,8 @@ def replicas(*, small: bool) -> list[str]:
   """Trains on several replicas in this process; returns what was seen, a line each."""
   import tensorflow as tf
 
-  from loopwright.strategies import factories, placement
+  from loopwright.distribution import placement
+  from loopwright.strategies import factories
 
   gpus, lines = tf.config.list_physical_devices("GPU"), []
   if len(gpus) == 1:

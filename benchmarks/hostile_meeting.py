@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from loopwright.kinds.workers import meeting, wire
-from loopwright.strategies.cluster import Peer
+from loopwright.distribution.cluster import Peer
+from loopwright.strategies.workers import meeting, wire
 from loopwright.tools.local_cluster import free_ports
 
 ALIKE = {"run.seed": "1", "version of keras": "3.15.1"}

@@ -38,7 +38,7 @@ PARTS = {
   "config": "loopwright.configurables:parse",
   "fit": "loopwright.run_folder.assets:fitted",
   "assets": "loopwright.run_folder.assets:save",
-  "proof": "loopwright.strategies.reduction:Reduction.prove",
+  "proof": "loopwright.distribution.reduction:Reduction.prove",
   "restore": f"{CHECKPOINTS}.restore_or_initialize",
   "trace": "loopwright.trainer:Trainer.loop",
   "loop": "loopwright.trainer:Trainer.train",

@@ -29,10 +29,11 @@ def compare(config: str, replicas: int, bindings: list[str]) -> None:
 
   import tensorflow as tf
 
-  from loopwright import builder, configurables
-  from loopwright import from_config as runs
+  from loopwright import configurables
   from loopwright.options import Numerics
   from loopwright.run_folder import assets
+  from loopwright.runs import builder
+  from loopwright.runs import from_config as runs
   from loopwright.strategies import factories
   from loopwright.tools import memory
 

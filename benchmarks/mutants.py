@@ -51,8 +51,8 @@ from benchmarks.mutations import Mutant, sample
 ROOT = Path(__file__).resolve().parents[1]
 QUOTAS = {
   "framework/loopwright/step.py": 18,
-  "framework/loopwright/eval_step.py": 6,
-  "framework/loopwright/step_parts.py": 6,
+  "framework/loopwright/engine/eval_step.py": 6,
+  "framework/loopwright/engine/step_parts.py": 6,
   "framework/loopwright/evaluator.py": 16,
   "framework/loopwright/metrics/sums.py": 14,
   "framework/loopwright/metrics/values.py": 8,
@@ -68,8 +68,8 @@ QUOTAS = {
   "framework/loopwright/optimizers/updates.py": 8,
   "framework/loopwright/run_folder/checkpoint_files.py": 6,
   "framework/loopwright/run_folder/checkpoints.py": 34,
-  "framework/loopwright/strategies/proof.py": 12,
-  "framework/loopwright/strategies/reduction.py": 16,
+  "framework/loopwright/distribution/proof.py": 12,
+  "framework/loopwright/distribution/reduction.py": 16,
 }
 EQUIVALENT = ROOT / "benchmarks" / "mutants_equivalent.txt"
 WARM = ("numpy", "keras", "tensorflow", "tf_keras", "orbit", "gin", "sklearn.datasets", "h5py")

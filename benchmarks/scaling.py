@@ -253,7 +253,7 @@ def fitted(files: Sequence[str], params: Sequence[str]) -> Fitted:
     ConfigError: a mistake in the config.
   """
   from loopwright import configurables
-  from loopwright import from_config as runs
+  from loopwright.runs import from_config as runs
   from loopwright.tools import tune
 
   configurables.parse(files, params)

@@ -71,7 +71,7 @@ def loopwright(model: str, replicas: int, folder: str, watch: Watch) -> None:
 def _set_clock(watch: Watch) -> None:
   """Makes the parts of a run, which are imported, tell when they begin and end."""
   from loopwright import trainer
-  from loopwright.strategies.reduction import Reduction
+  from loopwright.distribution.reduction import Reduction
 
   made, proved = "data, model, optimizer", Reduction.prove
   make_iterator, loop = trainer.Trainer.make_iterator, trainer.Trainer.loop

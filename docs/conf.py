@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import loopwright  # noqa: E402
-from loopwright import aliases, registry, tasks, testing  # noqa: E402
+from loopwright import registry, tasks, testing
+from loopwright.graphs import aliases
 from loopwright.configurables import table  # noqa: E402
 
 project = "Loopwright"
@@ -62,7 +63,7 @@ autodoc_default_options = {"members": True, "undoc-members": True, "member-order
 autoclass_content = "both"
 autodoc_preserve_defaults = True
 autodoc_type_aliases = {
-  name: f"loopwright.aliases.{name}" for name in (*aliases.__annotations__, "Tensor")
+  name: f"loopwright.graphs.aliases.{name}" for name in (*aliases.__annotations__, "Tensor")
 }
 """Signatures show these names, not what stands behind them, which is mostly `Any`."""
 napoleon_custom_sections = [("Attributes", "params_style")]

@@ -21,11 +21,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loopwright import builder, configurables
-from loopwright import from_config as runs
-from loopwright.aliases import Batch
+from loopwright import configurables
 from loopwright.errors import ConfigError
+from loopwright.graphs.aliases import Batch
 from loopwright.options import Numerics
+from loopwright.runs import builder
+from loopwright.runs import from_config as runs
 from loopwright.task import Task
 from loopwright.trainer import Trainer
 

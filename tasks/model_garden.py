@@ -25,10 +25,10 @@ from absl import logging
 
 import loopwright
 from loopwright import Batch, ConfigError, EvalStep, Loss, Step, StreamSource, Task
+from loopwright.distribution import placement
 from loopwright.errors import kind
 from loopwright.graphs.autograph import as_written, converted
 from loopwright.metrics import Weighted
-from loopwright.strategies import placement
 
 
 @loopwright.register

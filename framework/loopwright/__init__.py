@@ -21,12 +21,12 @@ if TYPE_CHECKING:
   from loopwright.actions.keras_callback import KerasCallback as KerasCallback
   from loopwright.actions.show import Show as Show
   from loopwright.actions.tensorboard import TensorBoard as TensorBoard
-  from loopwright.aliases import Batch as Batch
   from loopwright.configurables import register as register
+  from loopwright.distribution.reduction import Reduction as Reduction
+  from loopwright.engine.eval_step import EvalStep as EvalStep
   from loopwright.errors import ConfigError as ConfigError
-  from loopwright.eval_step import EvalStep as EvalStep
   from loopwright.evaluator import Evaluator as Evaluator
-  from loopwright.from_config import load as load
+  from loopwright.graphs.aliases import Batch as Batch
   from loopwright.inputs.array_files import load_arrays as load_arrays
   from loopwright.inputs.array_files import read_idx as read_idx
   from loopwright.inputs.buckets import Buckets as Buckets
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
   from loopwright.models.recomputation import recompute as recompute
   from loopwright.optimizers.schedule import Schedule as Schedule
   from loopwright.reporting.board import Board as Board
-  from loopwright.running import run as run
+  from loopwright.runs.from_config import load as load
+  from loopwright.runs.runner import run as run
   from loopwright.step import Step as Step
-  from loopwright.strategies.reduction import Reduction as Reduction
   from loopwright.task import Task as Task
   from loopwright.tools.exports.action import Export as Export
   from loopwright.tools.forensics.action import StopOnNonFinite as StopOnNonFinite

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 import tensorflow as tf
 from absl import logging
 
-from loopwright import step_record
-from loopwright.aliases import AnySource, Batch, PerReplica
-from loopwright.declaration import Instead
+from loopwright.distribution import placement
+from loopwright.engine import step_record
+from loopwright.engine.eval_step import EvalStep
+from loopwright.engine.host_changes import Watch
+from loopwright.engine.step_record import Sums
 from loopwright.errors import ConfigError
-from loopwright.eval_step import EvalStep
 from loopwright.graphs import grappler, operations, randomness
+from loopwright.graphs.aliases import AnySource, Batch, PerReplica
 from loopwright.graphs.autograph import compiled
 from loopwright.host.timing import timed
-from loopwright.host_changes import Watch
 from loopwright.inputs import datasets
 from loopwright.metrics import PerExample
 from loopwright.metrics.rows import CollectedRows
 from loopwright.metrics.sums import MetricSums, PackedSums
 from loopwright.models.orbit import AbstractEvaluator
-from loopwright.step_record import Sums
-from loopwright.strategies import placement
+from loopwright.options.declaration import Instead
 from loopwright.task import Task, derived_metrics
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class EvalSet:
 class Evaluator(AbstractEvaluator):
   """Evaluates a task on finite data sets; `orbit.Controller` or your own loop calls `evaluate`.
 
-  For parameter servers, use `loopwright.kinds.parameter_server.evaluator.ParameterServerEvaluator`.
+  For parameter servers: `ParameterServerEvaluator` in strategies/parameter_server/evaluator.py.
 
   Attributes:
     sources: name -> source of each set, if a `Recipe` made this evaluator.

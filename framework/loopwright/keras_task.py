@@ -12,9 +12,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import AnySource, Batch, HostValue, Model, Structure, TensorLike
+from loopwright.distribution import placement
+from loopwright.engine.eval_step import EvalStep
 from loopwright.errors import ConfigError, kind
-from loopwright.eval_step import EvalStep
+from loopwright.graphs.aliases import AnySource, Batch, HostValue, Model, Structure, TensorLike
 from loopwright.graphs.autograph import as_written
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.inputs.sources import ArraySource
@@ -23,7 +24,6 @@ from loopwright.models import models
 from loopwright.models.compiled_keras import CompiledModel, OutputLoss
 from loopwright.optimizers import adapters
 from loopwright.options import not_taken
-from loopwright.strategies import placement
 from loopwright.task import Task
 
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import tensorflow as tf
 
-from loopwright.aliases import AnySource, Batch, PerReplica
+from loopwright.graphs.aliases import AnySource, Batch, PerReplica
 
 if TYPE_CHECKING:
   from loopwright.metrics import Loss
@@ -184,3 +184,8 @@ class Observer:
 def may_undo(observers: Sequence[Observer]) -> bool:
   """Whether one of them can undo a step: it has a `step_ends` of its own."""
   return any(type(each).step_ends is not Observer.step_ends for each in observers)
+
+
+def has_own(thing: object, base: type, methods: Sequence[str]) -> bool:
+  """Whether a subclass of `base` has one of these methods of its own."""
+  return any(getattr(type(thing), name) is not getattr(base, name) for name in methods)

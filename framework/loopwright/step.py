@@ -13,10 +13,12 @@ from typing import TypeAlias, TypeVar
 
 import tensorflow as tf
 
-from loopwright.aliases import Batch, Gradient, PerReplica, TensorLike, Variable
+from loopwright.engine.eval_step import EvalStep
+from loopwright.engine.step_parts import Draws, Scaling, StepParts, Trace, as_one
+from loopwright.engine.step_parts import replica_id as replica_id
 from loopwright.errors import ConfigError, unknown
-from loopwright.eval_step import EvalStep
 from loopwright.graphs import branches
+from loopwright.graphs.aliases import Batch, Gradient, PerReplica, TensorLike, Variable
 from loopwright.graphs.autograph import converted, methods_as_written
 from loopwright.metrics import (
   REPORTED,
@@ -28,11 +30,10 @@ from loopwright.metrics import (
   checked,
   require_free,
 )
+from loopwright.observers import has_own
 from loopwright.optimizers import updates
 from loopwright.optimizers.adapters import DEFAULT, Optimizer, prefix
 from loopwright.optimizers.fusion import Fusion, Gradients
-from loopwright.step_parts import Draws, Scaling, StepParts, Trace, as_one
-from loopwright.step_parts import replica_id as replica_id
 
 T = TypeVar("T")
 LossFn: TypeAlias = Callable[[Batch], Loss]
@@ -66,6 +67,10 @@ class Step(EvalStep):
   def surroundings(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
     """Statistics leave out padded rows in forward passes outside of `gradients` too."""
     return self.parts.examples_of(batch)
+
+  def replaces(self, verbs: Sequence[str]) -> bool:
+    """Whether a subclass has one of these verbs of its own."""
+    return has_own(self, Step, verbs)
 
   def log(self, metrics: Mapping[str, Metric]) -> None:
     """Adds this replica's metrics of the step, as `EvalStep.log` does (replica context).

@@ -13,8 +13,16 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from loopwright.aliases import AnySource, Batch, HostValue, Model, Structure, TensorLike, Variable
 from loopwright.errors import ConfigError, kind, shown
+from loopwright.graphs.aliases import (
+  AnySource,
+  Batch,
+  HostValue,
+  Model,
+  Structure,
+  TensorLike,
+  Variable,
+)
 from loopwright.graphs.autograph import converted, methods_as_written
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.inputs.plan import Preprocess
@@ -22,7 +30,7 @@ from loopwright.models import models
 from loopwright.models.orbit import writes_scalars
 
 if TYPE_CHECKING:
-  from loopwright.eval_step import EvalStep
+  from loopwright.engine.eval_step import EvalStep
   from loopwright.models.task_state import TaskState
   from loopwright.reporting.board import Board
   from loopwright.step import Step

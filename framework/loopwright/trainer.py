@@ -14,11 +14,21 @@ from typing import Annotated, Any
 
 import tensorflow as tf
 
-from loopwright import examination, host_changes, registry, step_record, trainer_checks
-from loopwright.aliases import AnySource, Batch, DatasetFn, PerReplica, Unpack
-from loopwright.counters import Counters
-from loopwright.declaration import COMPUTES, COUNT, COUNTS, Instead, asked
+from loopwright import registry
+from loopwright.distribution import placement
+from loopwright.distribution.reduction import Reduction
+from loopwright.engine import examination, host_changes, step_record, trainer_checks
+from loopwright.engine.counters import Counters
+from loopwright.engine.step_parts import (
+  InputWait,
+  JitCompile,
+  Replaced,
+  StepNumbers,
+  StepParts,
+  replica_id,
+)
 from loopwright.graphs import grappler, xla
+from loopwright.graphs.aliases import AnySource, Batch, DatasetFn, PerReplica, Unpack
 from loopwright.host import timing
 from loopwright.inputs import datasets, plan
 from loopwright.metrics.sums import MetricSums
@@ -29,17 +39,8 @@ from loopwright.observers import Observer, may_undo
 from loopwright.optimizers import adapters
 from loopwright.optimizers.loss_scale import LossScaleFactory, usual_loss_scale
 from loopwright.optimizers.schedule import EmaDecay
+from loopwright.options.declaration import COMPUTES, COUNT, COUNTS, Instead, asked
 from loopwright.step import Step, StepFactory
-from loopwright.step_parts import (
-  InputWait,
-  JitCompile,
-  Replaced,
-  StepNumbers,
-  StepParts,
-  replica_id,
-)
-from loopwright.strategies import placement
-from loopwright.strategies.reduction import Reduction
 from loopwright.task import Task, derived_metrics
 
 _COMPUTES = asked(COMPUTES)
@@ -51,7 +52,7 @@ _VERBS = Instead("override train_step() of the task, which calls the step's verb
 class Trainer(AbstractTrainer):
   """Trains one task under one strategy; `orbit.Controller` or your own loop calls `train`.
 
-  For parameter servers, use `loopwright.kinds.parameter_server.trainer.ParameterServerTrainer`.
+  For parameter servers: `loopwright.strategies.parameter_server.trainer.ParameterServerTrainer`.
 
   Attributes:
     parts: what each replica's step works with; `use` replaces them.

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from loopwright import builder
+from loopwright.distribution import placement
+from loopwright.distribution.cluster import ClusterError, Peer, declare, declared
 from loopwright.errors import ConfigError
-from loopwright.kinds.workers import identity as cluster
-from loopwright.kinds.workers import rendezvous, resolvers
-from loopwright.strategies import factories, placement
-from loopwright.strategies.cluster import ClusterError, Peer, declare, declared
+from loopwright.runs import builder
+from loopwright.strategies import factories
+from loopwright.strategies.workers import identity as cluster
+from loopwright.strategies.workers import rendezvous, resolvers
 from loopwright.tools.local_cluster import free_ports
 
 
@@ -130,7 +131,7 @@ def test_each_loaded_module_of_the_users_own_is_a_fact(tmp_path, monkeypatch):
   assert differing == {"code of module a_helper"}
   modules = {name.rpartition(" ")[2] for name in first if name.startswith("code of module")}
   assert "test_cluster" in modules
-  assert not {"numpy", "json", "tensorflow", "loopwright.running", "pytest"} & modules
+  assert not {"numpy", "json", "tensorflow", "loopwright.runs.runner", "pytest"} & modules
 
 
 def test_the_digest_of_code_tells_files_apart(tmp_path):

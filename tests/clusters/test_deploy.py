@@ -25,10 +25,10 @@ from kubeflow_trainer_api import models as schemas
 
 import launch
 from loopwright import configurables
-from loopwright.kinds.parameter_server import servers
-from loopwright.kinds.workers import identity as cluster
-from loopwright.kinds.workers import resolvers, wire
 from loopwright.strategies import factories
+from loopwright.strategies.parameter_server import servers
+from loopwright.strategies.workers import identity as cluster
+from loopwright.strategies.workers import resolvers, wire
 from loopwright.tools.local_cluster import GRACE_S, MISTAKE, SAVED
 
 ROOT = Path(launch.__file__).parent

@@ -128,7 +128,7 @@ ENDS = """
 import sys, tempfile, time
 sys.path.insert(0, sys.argv[1])
 import keras, numpy as np, tensorflow as tf, toys
-from loopwright.running import run
+from loopwright.runs.runner import run
 
 class Slow(toys.Regression):
   features = {"x": np.ones([8, 2], np.float32)}

@@ -12,9 +12,9 @@ import time
 import grpc
 import pytest
 
-from loopwright.kinds.parameter_server import servers
-from loopwright.kinds.workers import heartbeat as probes
-from loopwright.strategies.cluster import ClusterError, Peer
+from loopwright.distribution.cluster import ClusterError, Peer
+from loopwright.strategies.parameter_server import servers
+from loopwright.strategies.workers import heartbeat as probes
 
 TIMEOUT_S = 0.6
 
@@ -141,7 +141,7 @@ def test_a_parent_that_waits_for_a_silent_peer_is_ended_with_its_name(peer):
 
 FIRST_PROCESS = """
 import ctypes, subprocess, sys
-from loopwright.kinds.workers import heartbeat
+from loopwright.strategies.workers import heartbeat
 
 if sys.argv.pop(1) == "endable":
   heartbeat.endable()
@@ -200,8 +200,8 @@ def test_a_process_1_that_cannot_be_ended_is_named_once(peer, monkeypatch, tmp_p
 
 ENDING = """
 import sys, time
-from loopwright.kinds.parameter_server import servers
-from loopwright.strategies.cluster import Peer
+from loopwright.strategies.parameter_server import servers
+from loopwright.distribution.cluster import Peer
 
 class Remote:
   def __del__(self):

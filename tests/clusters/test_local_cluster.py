@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from loopwright.errors import ConfigError
-from loopwright.kinds.workers import elastic, wire
 from loopwright.run_folder import legs
+from loopwright.strategies.workers import elastic, wire
 from loopwright.tools import local_cluster, local_process, private_network, shared_memory
 from loopwright.tools.local_cluster import free_ports, run_local
 
@@ -1031,7 +1031,8 @@ def test_places_rest_longer_after_each_loss_and_until_there_is_a_newer_checkpoin
 
 
 FORKED = """
-told = [sys.argv, "loopwright.running" in sys.modules, os.getppid(), os.getsid(0) == os.getpid()]
+told = [sys.argv, "loopwright.runs.runner" in sys.modules, os.getppid()]
+told.append(os.getsid(0) == os.getpid())
 mark(f"told.{me}.{size}", json.dumps(told + [dict(os.environ)["TF_CONFIG"] == json.dumps(config)]))
 print("out", me)
 print("err", me, file=sys.stderr)

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks import hostile_meeting
 from benchmarks.hostile_meeting import ALIKE, KINDS, SECRET, meeting_of
+from loopwright.distribution.cluster import ClusterError, Peer
 from loopwright.errors import ConfigError
-from loopwright.kinds.workers import meeting, wire
-from loopwright.strategies.cluster import ClusterError, Peer
+from loopwright.strategies.workers import meeting, wire
 from loopwright.tools.local_cluster import free_ports
 
 OTHER = {**ALIKE, "run.seed": "4711"}

@@ -16,13 +16,13 @@ import pytest
 import tensorflow as tf
 import tiers
 
+from loopwright.distribution.cluster import ClusterError
 from loopwright.errors import ConfigError
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource, Source
 from loopwright.inputs.streams import StreamSource
-from loopwright.kinds.parameter_server import servers
 from loopwright.strategies import factories
-from loopwright.strategies.cluster import ClusterError
+from loopwright.strategies.parameter_server import servers
 from loopwright.tools import local_cluster
 
 HERE = Path(__file__).parents[1] / "support"

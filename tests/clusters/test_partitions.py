@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import network
 from benchmarks.hostile_meeting import ALIKE, SECRET
-from loopwright.kinds.workers import meeting
-from loopwright.strategies.cluster import Peer
+from loopwright.distribution.cluster import Peer
+from loopwright.strategies.workers import meeting
 
 pytestmark = pytest.mark.whole
 

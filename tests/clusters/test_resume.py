@@ -21,7 +21,7 @@ from loopwright.inputs import datasets
 from loopwright.options import Cadence
 from loopwright.run_folder import checkpoints
 from loopwright.run_folder.places import Opened
-from loopwright.session import Session
+from loopwright.runs.session import Session
 
 REPOSITORY = Path(launch.__file__).parent
 STEPS, EVAL_EVERY, CHECKPOINT_EVERY, LOOP = 12, 6, 4, 2

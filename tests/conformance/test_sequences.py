@@ -16,7 +16,7 @@ from packed_texts import BATCH, LENGTH, RATE, STEPS
 from places import PLACES, strategy_of
 
 import launch
-from loopwright.builder import Recipe
+from loopwright.runs.builder import Recipe
 from loopwright.tasks import decoder
 from loopwright.tools.ledger import __main__
 from loopwright.tools.ledger.recorder import Recorder

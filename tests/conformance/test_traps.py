@@ -16,10 +16,11 @@ from runs import make_evaluator, make_trainer
 
 import loopwright
 from loopwright import trainer
+from loopwright.distribution import reduction
 from loopwright.errors import ConfigError
 from loopwright.inputs.sources import ArraySource
 from loopwright.optimizers import loss_scale
-from loopwright.strategies import factories, reduction
+from loopwright.strategies import factories
 
 
 @pytest.fixture

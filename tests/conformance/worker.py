@@ -29,11 +29,12 @@ import tensorflow as tf
 import tf_keras
 
 from loopwright import evaluator
+from loopwright.distribution import placement, reduction
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.models import models
 from loopwright.optimizers import fusion, loss_scale, schedules
-from loopwright.strategies import factories, placement, reduction
+from loopwright.strategies import factories
 from loopwright.trainer import Trainer
 
 ON_GPUS = "TESTS_ON_GPUS" in os.environ

@@ -69,11 +69,12 @@ def made(config, precision, gpus, *, jit_compile="auto"):
   """Returns a trainer of a shipped config, with small data, on so many GPUs."""
   import config_data
 
-  from loopwright import builder, configurables
-  from loopwright import from_config as runs
+  from loopwright import configurables
+  from loopwright.distribution.reduction import Reduction
   from loopwright.options import Numerics
+  from loopwright.runs import builder
+  from loopwright.runs import from_config as runs
   from loopwright.strategies import factories
-  from loopwright.strategies.reduction import Reduction
 
   class Unproven(Reduction):
     """The stand-in computes no sum that could be right."""

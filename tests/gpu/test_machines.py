@@ -55,7 +55,7 @@ def test_bfloat16_is_refused_where_tensorflow_cannot_sum_it():
   program = """
 import tensorflow as tf
 from loopwright.strategies import factories
-from loopwright.strategies.reduction import Reduction
+from loopwright.distribution.reduction import Reduction
 for op in ("auto", "nccl", "hierarchical_copy"):
   try:
     Reduction(wire_dtype="bfloat16").prove(factories.mirrored(cross_device_ops=op), [tf.float32])

@@ -22,7 +22,7 @@ import keras, numpy as np, tensorflow as tf
 import loopwright
 from loopwright import running
 from loopwright.strategies import factories, gpus, placement
-from loopwright.strategies.reduction import Reduction
+from loopwright.distribution.reduction import Reduction
 
 Reduction.prove = lambda *_: None  # the stand-in computes no sum that could be right
 
@@ -101,7 +101,7 @@ import json, os, sys
 sys.path[:0] = sys.argv[1:]
 import conftest, worker, fake_gpu
 import tensorflow as tf
-from loopwright.strategies.reduction import Reduction
+from loopwright.distribution.reduction import Reduction
 
 Reduction.prove = lambda *_: None
 case = worker.cases.CASES["everything-mirrored_collective-x2-keras"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loopwright.actions.base import Action
 from loopwright.configurables import changes, table
-from loopwright.declaration import Rule
+from loopwright.options.declaration import Rule
 from tests.support.option_tables import kind_of, ours
 
 PAGE = Path(__file__).parents[2] / "docs" / "changing-a-run.md"

@@ -14,7 +14,8 @@ def as_on_gpus():
   if ON_GPUS:
     yield
     return
-  from loopwright.strategies import local, placement
+  from loopwright.distribution import placement
+  from loopwright.strategies import local
 
   with (
     mock.patch.object(placement.Placement, "on_gpus", True),

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from loopwright.errors import ConfigError
-from loopwright.failures import user_error
+from loopwright.host.failures import user_error
 from loopwright.inputs.datasets import train_dataset
 from loopwright.inputs.sources import ArraySource
 from loopwright.inputs.streams import StreamSource

@@ -31,21 +31,22 @@ import tf_keras
 import toys
 from toys import KERAS
 
-from loopwright import running as runs
+from loopwright.distribution import placement
+from loopwright.distribution.cluster import ClusterError
 from loopwright.evaluator import Evaluator
-from loopwright.failures import mistake
+from loopwright.host.failures import mistake
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.inputs.streams import StreamSource
-from loopwright.kinds.parameter_server import servers
-from loopwright.kinds.parameter_server.evaluator import ParameterServerEvaluator
-from loopwright.kinds.parameter_server.trainer import ParameterServerTrainer
 from loopwright.metrics import Loss, PerExample, Sum, weighted_sum
 from loopwright.models import models
 from loopwright.observers import Observer
 from loopwright.optimizers import loss_scale
-from loopwright.strategies import factories, placement
-from loopwright.strategies.cluster import ClusterError
+from loopwright.runs import runner as runs
+from loopwright.strategies import factories
+from loopwright.strategies.parameter_server import servers
+from loopwright.strategies.parameter_server.evaluator import ParameterServerEvaluator
+from loopwright.strategies.parameter_server.trainer import ParameterServerTrainer
 from loopwright.tools import local_cluster
 from loopwright.trainer import Trainer
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
+from loopwright.distribution import placement
 from loopwright.evaluator import Evaluator
 from loopwright.inputs import datasets
 from loopwright.models import models
-from loopwright.strategies import placement
 from loopwright.task import preprocess_of
 from loopwright.trainer import Trainer
 

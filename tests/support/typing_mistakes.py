@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import loopwright as lw
 from loopwright import Step
-from loopwright.aliases import Batch, Structure
+from loopwright.graphs.aliases import Batch, Structure
 from loopwright.metrics import Metric
 
 

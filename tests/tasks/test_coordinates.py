@@ -9,7 +9,7 @@ import tensorflow as tf
 import toys
 
 import launch
-from loopwright.builder import Recipe
+from loopwright.runs.builder import Recipe
 from loopwright.tasks import coordinates
 
 CONFIGS = Path(launch.__file__).parent / "configs"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from loopwright.builder import Recipe
 from loopwright.errors import ConfigError
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
+from loopwright.runs.builder import Recipe
 from loopwright.tasks import fixmatch
 from loopwright.tasks.fixmatch import FixMatch
 from loopwright.tasks.image_classification import ImageData, cnn

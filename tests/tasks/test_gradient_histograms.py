@@ -11,10 +11,10 @@ import tensorflow as tf
 from test_fixmatch import images
 from test_fixmatch import task as fixmatch_task
 
-from loopwright.builder import Recipe
 from loopwright.inputs import datasets
 from loopwright.run_folder.matching import DIFFERS, MATCHED
 from loopwright.run_folder.warm_start import WarmStart
+from loopwright.runs.builder import Recipe
 from loopwright.tasks.gradient_histograms import GradientHistograms, gradients_in_cells, histograms
 from loopwright.tasks.image_classification import cnn
 

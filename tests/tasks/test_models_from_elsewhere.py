@@ -13,7 +13,7 @@ from runs import make_trainer
 
 from loopwright import ArraySource, ConfigError
 from loopwright.models import models
-from loopwright.running import run
+from loopwright.runs.runner import run
 from loopwright.tools.verify.bench.bench import Subject
 from loopwright.tools.verify.checks import replicas
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from loopwright.builder import Recipe
 from loopwright.errors import ConfigError
 from loopwright.inputs import datasets
 from loopwright.inputs.sources import ArraySource
 from loopwright.models import models
+from loopwright.runs.builder import Recipe
 from loopwright.tasks.image_classification import ImageData
 from loopwright.tasks.momentum_contrast import MomentumContrast
 

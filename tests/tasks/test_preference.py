@@ -7,9 +7,9 @@ import tensorflow as tf
 from decoder_by_hand import by_hand, with_noise, written_by_hand
 from places import PLACES, strategy_of
 
-from loopwright.builder import Recipe
 from loopwright.errors import ConfigError
 from loopwright.inputs.datasets import train_dataset
+from loopwright.runs.builder import Recipe
 from loopwright.tasks import preference
 from loopwright.tasks.decoder import decoder
 

@@ -15,9 +15,10 @@ import safetensors.numpy
 import tensorflow as tf
 
 import loopwright
-from loopwright import configurables, running
+from loopwright import configurables
 from loopwright.errors import ConfigError
 from loopwright.models import models
+from loopwright.runs import runner
 from loopwright.strategies import factories
 from loopwright.tasks import pretrained
 from loopwright.tasks.language_model import TextFiles
@@ -286,7 +287,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_goes_on_to_the_bit(presets, m
       f"run.train_steps = {steps}", "run.global_batch_size = 6", *more,
     ]  # fmt: skip
     configurables.parse([], lines)
-    configurables.configured(running.run)(mode="train", model_dir=str(tmp_path / folder))
+    configurables.configured(runner.run)(mode="train", model_dir=str(tmp_path / folder))
     return tf.train.load_checkpoint(str(tmp_path / folder / "checkpoints" / f"ckpt-{steps}"))
 
   whole = train("a", 6)
@@ -370,7 +371,7 @@ def test_a_compiled_classifier_reads_texts_as_fit_does(presets, tmp_path):
   expected, model = made(), made()
   expected.fit(x, y, batch_size=2, shuffle=False, verbose=0)
   task = loopwright.from_keras(model, x, y)
-  running.run(
+  runner.run(
     task=task, mode="train", train_steps=3, global_batch_size=2, shuffle=False,
     strategy=factories.default, model_dir=str(tmp_path),
   )  # fmt: skip

@@ -9,14 +9,14 @@ import pytest
 import tensorflow as tf
 from runs import make_evaluator
 
-from loopwright import running as runs
 from loopwright.actions.base import Action
-from loopwright.builder import Recipe
 from loopwright.graphs import randomness
 from loopwright.inputs import datasets
 from loopwright.inputs.replay import Draws
 from loopwright.models import models
 from loopwright.run_folder.fitting import START
+from loopwright.runs import runner as runs
+from loopwright.runs.builder import Recipe
 from loopwright.tasks.soft_actor_critic import Collect, SoftActorCritic
 
 pytest.importorskip("gymnasium")

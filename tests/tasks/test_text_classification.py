@@ -14,9 +14,9 @@ import reviews
 import tensorflow as tf
 from runs import make_evaluator, make_trainer
 
-from loopwright.builder import Recipe
 from loopwright.errors import ConfigError
-from loopwright.running import run
+from loopwright.runs.builder import Recipe
+from loopwright.runs.runner import run
 from loopwright.tasks import text_classification
 from loopwright.tasks.text_classification import (
   TextClassification,

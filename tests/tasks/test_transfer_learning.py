@@ -10,9 +10,10 @@ import tensorflow as tf
 from keras.src.utils import file_utils
 
 import loopwright
-from loopwright import configurables, running
+from loopwright import configurables
 from loopwright.errors import ConfigError
 from loopwright.inputs.sources import ArraySource
+from loopwright.runs import runner
 from loopwright.strategies import factories
 from loopwright.tasks import transfer_learning
 from loopwright.tasks.image_classification import ImageData
@@ -226,7 +227,7 @@ def test_a_checkpoint_has_the_head_alone_and_goes_on_to_the_bit(tmp_path):
     lines = [f"TransferLearning.{name} = {value}" for name, value in own.items()]
     run = ["run.task = @TransferLearning()", f"run.train_steps = {steps}"]
     configurables.parse([], [*lines, *run, "run.global_batch_size = 5"])
-    configurables.configured(running.run)(mode="train", model_dir=str(tmp_path / folder))
+    configurables.configured(runner.run)(mode="train", model_dir=str(tmp_path / folder))
     return tf.train.load_checkpoint(str(tmp_path / folder / "checkpoints" / f"ckpt-{steps}"))
 
   whole = train("a", 6)

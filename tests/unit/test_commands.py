@@ -33,7 +33,7 @@ import launch
 import loopwright
 from loopwright.commands import new
 from loopwright.commands.arguments import COMMANDS, config_of, parse
-from loopwright.modes import LAUNCH_MODES
+from loopwright.options.modes import LAUNCH_MODES
 from loopwright.tools.sweep import space
 
 ROOT = Path(launch.__file__).parent

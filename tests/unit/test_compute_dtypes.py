@@ -11,7 +11,7 @@ from toys import KERAS
 import loopwright
 from loopwright import ArraySource, ConfigError, Loss, Task
 from loopwright.reporting import summary
-from loopwright.running import run
+from loopwright.runs.runner import run
 from loopwright.strategies import factories
 
 X = np.random.default_rng(0).normal(size=[24, 4]).astype(np.float32)

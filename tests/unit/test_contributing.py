@@ -10,12 +10,12 @@ import tensorflow as tf
 
 from loopwright import testing
 from loopwright.actions.base import Run
+from loopwright.distribution import placement
 from loopwright.inputs import datasets
 from loopwright.metrics import Loss
 from loopwright.optimizers import kernels
 from loopwright.run_folder.metrics_log import MetricsLog
 from loopwright.step import replica_id
-from loopwright.strategies import placement
 from loopwright.task import Task
 from loopwright.tools import verify
 from loopwright.trainer import Trainer

@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 from input_cases import runtime_error
 
-from loopwright import errors, failures
+from loopwright import errors
 from loopwright.errors import ConfigError
+from loopwright.host import failures
 from loopwright.inputs import checks
 
 

@@ -14,11 +14,11 @@ import loopwright
 
 ROOT = Path(loopwright.__file__).parents[2]
 PLANTED = {
-  "Layers": ("counters.py", "from loopwright import trainer"),
+  "Layers": ("engine/counters.py", "from loopwright import trainer"),
   "No cycles": ("inputs/ordering.py", "from loopwright.inputs import datasets"),
-  "Only loopwright.configurables imports gin": ("running.py", "from gin import config_parser"),
+  "Only loopwright.configurables imports gin": ("trainer.py", "from gin import config_parser"),
   "Only the modes of a run read the config": (
-    "counters.py",
+    "engine/counters.py",
     "from loopwright import configurables",
   ),
 }

@@ -12,9 +12,9 @@ from toys import KERAS
 
 import loopwright
 from loopwright import ArraySource, ConfigError, configurables
-from loopwright.from_config import load
 from loopwright.inputs import datasets
-from loopwright.running import run
+from loopwright.runs.from_config import load
+from loopwright.runs.runner import run
 from loopwright.strategies import factories
 
 BATCH, ROWS, EPOCHS = 7, 35, 4  # 20 steps; two replicas do not divide a batch

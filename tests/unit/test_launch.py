@@ -11,11 +11,11 @@ import tensorflow as tf
 
 import launch
 from loopwright import configurables
-from loopwright import running as RUN  # noqa: N812
 from loopwright.errors import ConfigError, Preempted
 from loopwright.host import output
 from loopwright.host.children import PROGRAM
-from loopwright.modes import LAUNCH_MODES
+from loopwright.options.modes import LAUNCH_MODES
+from loopwright.runs import runner
 from loopwright.tools import local_cluster, verify
 
 REPOSITORY = Path(launch.__file__).parent
@@ -39,7 +39,7 @@ def stand_in(monkeypatch):
       body()
 
     configurables.register(stand_in)
-    monkeypatch.setattr(RUN, "run", stand_in)
+    monkeypatch.setattr(runner, "run", stand_in)
     monkeypatch.setattr(configurables, "parse", lambda *args: given.update(parsed=args))
     return given
 

@@ -18,7 +18,10 @@ import loopwright
 PACKAGE = Path(loopwright.__file__).parent
 MOST = {"train": 18_463, "parts": 9_676}
 """What `loopwright train digits_cnn` may load; and a trainer, an evaluator, a task, arrays."""
-OPTIONAL = ("loopwright.tools", "loopwright.kinds.")
+OPTIONAL = (
+  "loopwright.tools",
+  *(f"loopwright.strategies.{name}" for name in ("mesh", "parameter_server", "tpu", "workers")),
+)
 """What neither loads."""
 COUNT = """
 import json, sys

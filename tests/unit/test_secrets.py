@@ -16,7 +16,7 @@ from loopwright import commands, configurables
 from loopwright.errors import ConfigError
 from loopwright.host import redaction
 from loopwright.run_folder import history
-from loopwright.running import run
+from loopwright.runs.runner import run
 from loopwright.tools.report import data, page
 from loopwright.tools.sweep import space
 

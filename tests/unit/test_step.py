@@ -11,6 +11,7 @@ import toys
 from places import central_storage
 from runs import make_trainer
 
+from loopwright.distribution.reduction import Reduction
 from loopwright.errors import ConfigError
 from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss, weighted_sum
@@ -19,7 +20,6 @@ from loopwright.models import models
 from loopwright.optimizers import adapters, loss_scale
 from loopwright.optimizers.ema import Ema
 from loopwright.step import EvalStep, Step, StepParts
-from loopwright.strategies.reduction import Reduction
 
 
 class Bench:

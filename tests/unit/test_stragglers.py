@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from loopwright.flight import Flight
-from loopwright.kinds.workers.stragglers import LOOPS, WHILE_S, Stragglers
 from loopwright.run_folder import flights
 from loopwright.run_folder.legs import Leg, Pace
+from loopwright.strategies.workers.stragglers import LOOPS, WHILE_S, Stragglers
 
 
 def pace(input_s, compute_s, collective_s):

@@ -1,4 +1,4 @@
-"""Public signatures say what they take: names of loopwright.aliases, and no bare Any."""
+"""Public signatures say what they take: names of loopwright.graphs.aliases, and no bare Any."""
 
 import inspect
 import pydoc
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import loopwright
-from loopwright import aliases, observers
+from loopwright import observers
+from loopwright.graphs import aliases
 
 CLASSES = [
   loopwright.Task,

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import tensorflow as tf
 
 from loopwright import registry
-from loopwright.declaration import free
 from loopwright.errors import ConfigError
 from loopwright.hooks import Output as Output
 from loopwright.hooks import StopTraining as StopTraining
+from loopwright.options.declaration import free
 from loopwright.run_folder.metrics_log import MetricsLog
 
 if TYPE_CHECKING:

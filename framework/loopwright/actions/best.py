@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, cast
 import tensorflow as tf
 
 from loopwright.actions.base import Action, Output, Run, StopTraining
-from loopwright.declaration import COUNT
 from loopwright.errors import ConfigError, require_integer, unknown
 from loopwright.host import files
+from loopwright.options.declaration import COUNT
 from loopwright.reporting.progress import named
 from loopwright.run_folder import folders, layout
 from loopwright.run_folder.checkpoint_files import PREFIX, write_state, write_with_the_chief

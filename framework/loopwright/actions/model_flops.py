@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from loopwright.actions.base import Action, Output, Run
+from loopwright.distribution import gpus, placement
 from loopwright.errors import ConfigError, require_positive
 from loopwright.graphs import flops
 from loopwright.observers import Forward, Metrics, Observer, StepObserver
-from loopwright.strategies import gpus, placement
 
 if TYPE_CHECKING:
-  from loopwright.aliases import Batch
+  from loopwright.graphs.aliases import Batch
   from loopwright.metrics import Loss
 
 _BACKWARD = 2

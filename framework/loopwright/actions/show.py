@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from loopwright.actions.base import Action, Output, Run
-from loopwright.declaration import COUNT
 from loopwright.errors import ConfigError, require_integer
+from loopwright.options.declaration import COUNT
 from loopwright.run_folder.metrics_log import flatten
 from loopwright.task import Task
 

@@ -16,15 +16,15 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.actions.base import Action, Output, Run
-from loopwright.aliases import Variable
-from loopwright.declaration import COUNT
+from loopwright.distribution import placement
 from loopwright.errors import require_integer
+from loopwright.graphs.aliases import Variable
 from loopwright.models import models
 from loopwright.observers import Observer, StepObserver
 from loopwright.optimizers.adapters import Optimizer
 from loopwright.optimizers.fusion import Gradients
+from loopwright.options.declaration import COUNT
 from loopwright.run_folder.metrics_log import flatten, scalars
-from loopwright.strategies import placement
 
 if TYPE_CHECKING:
   from loopwright.trainer import Trainer

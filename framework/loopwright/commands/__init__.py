@@ -47,12 +47,12 @@ def main(argv: Sequence[str]) -> int:
   except KeyboardInterrupt as interrupt:
     return process.say(str(interrupt) or "interrupted", 130)
   except SystemExit as stop:
-    from loopwright.failures import failure
+    from loopwright.host.failures import failure
 
     return process.say(f"failed: your code ended the process: {failure(stop)}", 1)
   except Exception as error:
-    from loopwright.failures import failure
     from loopwright.host import modules
+    from loopwright.host.failures import failure
 
     if line := mistake(error) or modules.namesake_in(error):
       return process.say(f"error: {line}", 2)
@@ -84,7 +84,8 @@ def _run(argv: Sequence[str]) -> int:
 
 def mistake(error: Exception) -> str | None:
   """Returns the line of a user's mistake; None for any other error."""
-  from loopwright import errors, failures
+  from loopwright import errors
+  from loopwright.host import failures
 
   if isinstance(error, errors.UsageError):
     return errors.printable(f"{' '.join(str(error).split())} (--help lists the flags)")

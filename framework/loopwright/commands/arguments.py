@@ -15,7 +15,7 @@ from loopwright import registry
 from loopwright.commands import shipped
 from loopwright.commands.parser import Parser
 from loopwright.errors import UsageError, suggest, unknown
-from loopwright.modes import LAUNCH_MODES, MODES, TRAINING_MODES
+from loopwright.options.modes import LAUNCH_MODES, MODES, TRAINING_MODES
 
 LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
 LOCAL_MODES = (*TRAINING_MODES, "replay")

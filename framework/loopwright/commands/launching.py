@@ -41,10 +41,10 @@ def run(parsed: Parsed) -> int:
   configurables.parse(values.gin_file, values.gin_param)
   if values.mode == "verify":
     return verify(values)
-  from loopwright import running
+  from loopwright.runs import runner
 
   try:
-    configurables.configured(running.run)(
+    configurables.configured(runner.run)(
       mode=values.mode, model_dir=model_dir, accept_changes=values.accept_changes
     )
   except Preempted as stop:
@@ -61,7 +61,7 @@ def run(parsed: Parsed) -> int:
 
 def when_full(error: Exception, values: argparse.Namespace) -> str:
   """Returns a line about a device with too little memory; "" for another error, or if unknown."""
-  from loopwright.failures import is_full
+  from loopwright.host.failures import is_full
 
   if not is_full(error) or "TF_CONFIG" in os.environ:  # other processes wait in a strategy
     return ""

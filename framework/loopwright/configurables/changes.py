@@ -4,8 +4,8 @@
     rule("tiny/dynamic.initial")  no: a scope does not matter
     rule("MyTask.units")          None: asked, and what restores the checkpoint decides
 
-The rule stands where the option is declared, see `loopwright.declaration`; here only those of
-Keras and TensorFlow. docs/changing-a-run.md has all; tests/unit/changes tries each.
+The rule stands where the option is declared, see `loopwright.options.declaration`; here only those
+of Keras and TensorFlow. docs/changing-a-run.md has all; tests/unit/changes tries each.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,15 @@ import tensorflow as tf
 
 from loopwright.configurables import table
 from loopwright.configurables.values import wanted
-from loopwright.declaration import COMPUTES_THERE, COUNTS, SCHEDULE, Rule, asked, fixed, rule_of
+from loopwright.options.declaration import (
+  COMPUTES_THERE,
+  COUNTS,
+  SCHEDULE,
+  Rule,
+  asked,
+  fixed,
+  rule_of,
+)
 
 _KERAS = ("keras.", "tf_keras.")
 _OURS = fixed("it has no effect here: `Trainer` clips, averages, scales and accumulates itself")

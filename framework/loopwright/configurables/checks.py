@@ -18,9 +18,9 @@ from loopwright.configurables.values import (
   map_references,
   references,
 )
-from loopwright.declaration import declared, either_of, require
 from loopwright.errors import ConfigError, shown, suggest
 from loopwright.host import redaction
+from loopwright.options.declaration import declared, either_of, require
 
 EXAMPLES = {
   "run.task": (

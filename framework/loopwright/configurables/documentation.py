@@ -11,8 +11,8 @@ from loopwright.configurables import table
 from loopwright.configurables.checks import Examination
 from loopwright.configurables.reading import MACRO, scoped
 from loopwright.configurables.remedies import spelled
-from loopwright.declaration import declared
 from loopwright.host import redaction
+from loopwright.options.declaration import declared
 
 _FOREIGN = ("gin.", "official.")
 _NOTHING = object()

@@ -19,9 +19,9 @@ from gin.selector_map import SelectorMap
 
 from loopwright.configurables.imports import uncollected
 from loopwright.configurables.reading import Reference
-from loopwright.declaration import declared, signature
 from loopwright.errors import ConfigError
 from loopwright.host import lazy_keras
+from loopwright.options.declaration import declared, signature
 from loopwright.registry import CONFIGURABLE, Entry, entries, load
 
 Parameters = ParamSpec("Parameters")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from loopwright.aliases import Structure
 from loopwright.errors import ConfigError
+from loopwright.graphs.aliases import Structure
 
 
 def condition(when: tf.Tensor | bool) -> tf.Tensor:

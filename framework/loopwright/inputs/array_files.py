@@ -8,10 +8,10 @@ import os
 
 import numpy as np
 
-from loopwright.declaration import may_change
 from loopwright.errors import ConfigError
 from loopwright.host import bounded
 from loopwright.inputs.sources import READS
+from loopwright.options.declaration import may_change
 
 _AGAIN, _SAVE = "download it again", "save it again with numpy"
 _IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import Batch
 from loopwright.errors import ConfigError, kind, require_integer
+from loopwright.graphs.aliases import Batch
 from loopwright.graphs.autograph import as_written
 from loopwright.graphs.randomness import hashed
 from loopwright.inputs import datasets, fingerprint

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import Batch, Structure
 from loopwright.errors import USER_ERROR, ConfigError, kind, shown
+from loopwright.graphs.aliases import Batch, Structure
 
 
 def require(

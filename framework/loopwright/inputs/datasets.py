@@ -37,8 +37,8 @@ import tensorflow as tf
 from tensorflow.python.data.ops import multi_device_iterator_ops as ops
 from tensorflow.python.ops import gen_dataset_ops
 
-from loopwright.aliases import AnySource, Batch
 from loopwright.errors import require_integer
+from loopwright.graphs.aliases import AnySource, Batch
 from loopwright.graphs.autograph import as_written
 from loopwright.host.replacing import replaced
 from loopwright.inputs.ordering import examples_at, seeds_at

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import AnySource
+from loopwright.graphs.aliases import AnySource
 from loopwright.inputs.checks import checked_batch
 from loopwright.inputs.sources import ArraySource, Source
 

@@ -9,13 +9,13 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from loopwright.aliases import Batch
-from loopwright.declaration import may_change
 from loopwright.errors import ConfigError, is_integer
+from loopwright.graphs.aliases import Batch
 from loopwright.graphs.autograph import as_written
 from loopwright.host import bounded
 from loopwright.inputs.checks import require
 from loopwright.inputs.sources import READS, ArraySource, Source
+from loopwright.options.declaration import may_change
 
 _KINDS = {1: "JPEG or PNG", 3: "JPEG, PNG, GIF or BMP", 4: "PNG or BMP"}
 """What TensorFlow decodes to so many channels."""

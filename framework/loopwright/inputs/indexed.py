@@ -27,11 +27,11 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.lib.io.tf_record import tf_record_random_reader
 
-from loopwright.aliases import Batch, TensorLike
 from loopwright.errors import ConfigError, first_line, kind, require_integer
-from loopwright.failures import failure
+from loopwright.graphs.aliases import Batch, TensorLike
 from loopwright.host import bounded
 from loopwright.host import files as file_tools
+from loopwright.host.failures import failure
 from loopwright.inputs.checks import check_array, check_text, check_weights, refuse_reserved
 from loopwright.inputs.sources import Source, as_bytes
 

@@ -26,15 +26,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import Batch
-from loopwright.declaration import Rule, may_change
 from loopwright.errors import ConfigError, is_integer, kind, require_integer, unknown
+from loopwright.graphs.aliases import Batch
 from loopwright.inputs import datasets, fingerprint
 from loopwright.inputs.agreement import require_names
 from loopwright.inputs.checks import require
 from loopwright.inputs.ordering import examples_at, seed_of_part
 from loopwright.inputs.plan import Start
 from loopwright.inputs.sources import Source
+from loopwright.options.declaration import Rule, may_change
 
 LONGEST_PERIOD = 2**16
 Weights = Mapping[str, float]

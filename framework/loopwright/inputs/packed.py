@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import Batch
 from loopwright.errors import ConfigError, kind, require_integer, unknown
+from loopwright.graphs.aliases import Batch
 from loopwright.inputs import fingerprint
 from loopwright.inputs.sources import Source
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from loopwright.aliases import Batch
 from loopwright.errors import ConfigError, kind, require_integer, unknown
+from loopwright.graphs.aliases import Batch
 from loopwright.graphs.autograph import as_written
 from loopwright.inputs import datasets, fingerprint
 from loopwright.inputs.ordering import seed_of_part

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import Batch
 from loopwright.errors import ConfigError, require_integer
+from loopwright.graphs.aliases import Batch
 from loopwright.graphs.autograph import converted
 from loopwright.inputs.checks import (
   checked_batch,

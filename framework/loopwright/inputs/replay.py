@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import Batch, TensorLike
 from loopwright.errors import ConfigError, require_integer
+from loopwright.graphs.aliases import Batch, TensorLike
 from loopwright.graphs.randomness import hashed
 from loopwright.inputs import datasets
 from loopwright.inputs.plan import Plan

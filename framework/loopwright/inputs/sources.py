@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import AnySource, Batch
-from loopwright.declaration import asked, may_change
 from loopwright.errors import ConfigError, kind, require_integer
+from loopwright.graphs.aliases import AnySource, Batch
 from loopwright.inputs.checks import (
   check_array,
   check_text,
@@ -26,6 +25,7 @@ from loopwright.inputs.checks import (
   common_length,
   refuse_reserved,
 )
+from loopwright.options.declaration import asked, may_change
 
 READS = asked("reads that from there on; the position in the data stays")
 

@@ -11,15 +11,15 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from loopwright.aliases import Batch
-from loopwright.declaration import may_change
 from loopwright.errors import ConfigError, kind, require_integer
+from loopwright.graphs.aliases import Batch
 from loopwright.graphs.autograph import as_written
 from loopwright.inputs import datasets, fingerprint
 from loopwright.inputs.checks import refuse_reserved, require
 from loopwright.inputs.ordering import seeds_at
 from loopwright.inputs.plan import Element, Plan, Start
 from loopwright.inputs.sources import READS, check_source
+from loopwright.options.declaration import may_change
 
 
 @may_change(READS)

@@ -20,12 +20,12 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.framework import config
 
+from loopwright.distribution import placement
 from loopwright.errors import ConfigError, unknown
 from loopwright.graphs import randomness
 from loopwright.graphs.autograph import as_written
 from loopwright.host.replacing import wrap
 from loopwright.layers import cudnn
-from loopwright.strategies import placement
 
 WAYS = ("auto", "plain", "blocks", "cudnn")
 BLOCK = 128

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from loopwright.aliases import TensorLike
 from loopwright.errors import ConfigError, kind
+from loopwright.graphs.aliases import TensorLike
 from loopwright.metrics.values import Checked, PerExample, Sum
 
 

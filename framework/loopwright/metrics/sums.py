@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import TensorLike
 from loopwright.errors import ConfigError
+from loopwright.graphs.aliases import TensorLike
 from loopwright.metrics.checks import checked
 from loopwright.metrics.values import Sum, Summed
 

@@ -6,8 +6,8 @@ from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from loopwright.aliases import Scalar, TensorLike
 from loopwright.errors import ConfigError, kind
+from loopwright.graphs.aliases import Scalar, TensorLike
 from loopwright.graphs.autograph import as_written
 
 Weighted: TypeAlias = tuple[tf.Tensor, tf.Tensor]

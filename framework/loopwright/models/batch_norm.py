@@ -18,9 +18,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from loopwright.aliases import Layer, Model
 from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
+from loopwright.graphs.aliases import Layer, Model
 from loopwright.host import lazy_keras
 from loopwright.host.replacing import wrap
 from loopwright.models import models

@@ -17,8 +17,8 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from loopwright.aliases import Layer, Model, Structure
 from loopwright.errors import ConfigError, kind
+from loopwright.graphs.aliases import Layer, Model, Structure
 from loopwright.graphs.autograph import as_written
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models, synthetic_rows

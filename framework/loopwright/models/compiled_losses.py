@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from loopwright.aliases import Structure
 from loopwright.errors import ConfigError
+from loopwright.graphs.aliases import Structure
 from loopwright.graphs.autograph import as_written
 from loopwright.models import synthetic_rows
 

@@ -12,8 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import Structure
 from loopwright.errors import ConfigError, first_line
+from loopwright.graphs.aliases import Structure
 from loopwright.graphs.autograph import as_written
 from loopwright.models import synthetic_rows
 

@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from loopwright.aliases import Layer, Model, Variable
 from loopwright.errors import ConfigError
+from loopwright.graphs.aliases import Layer, Model, Variable
 from loopwright.host.lazy_keras import tf_keras_classes
 
 

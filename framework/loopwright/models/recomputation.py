@@ -19,9 +19,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from loopwright.aliases import Layer, Model
 from loopwright.errors import ConfigError, suggest
 from loopwright.graphs import randomness
+from loopwright.graphs.aliases import Layer, Model
 from loopwright.graphs.autograph import as_written, converted
 from loopwright.host import lazy_keras
 from loopwright.host.replacing import wrap

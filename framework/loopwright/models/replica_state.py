@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from loopwright.aliases import Model, PerReplica
+from loopwright.graphs.aliases import Model, PerReplica
 from loopwright.graphs.autograph import as_written
 from loopwright.models import models
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import Structure
+from loopwright.graphs.aliases import Structure
 
 COUNT = 5
 _FIRST = 3

@@ -17,9 +17,9 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.trackable import base, trackable_utils
 
-from loopwright.aliases import Variable
 from loopwright.errors import ConfigError
 from loopwright.graphs import operations
+from loopwright.graphs.aliases import Variable
 from loopwright.models import models
 
 _COPIES = "COPIES"

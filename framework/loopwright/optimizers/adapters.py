@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import keras
 import tensorflow as tf
 
-from loopwright.aliases import Gradient, Model, Variable
+from loopwright.distribution import placement
 from loopwright.errors import ConfigError
+from loopwright.graphs.aliases import Gradient, Model, Variable
 from loopwright.host import lazy_keras
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models
@@ -24,7 +25,6 @@ from loopwright.models.replica_state import assign_result
 from loopwright.optimizers import kernels, rule, schedule
 from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.optimizers.saved_layout import SavedOptimizer
-from loopwright.strategies import placement
 
 if TYPE_CHECKING:
   from loopwright.optimizers.ema import Ema

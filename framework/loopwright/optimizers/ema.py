@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from loopwright.aliases import TensorLike, Variable
-from loopwright.declaration import COUNTS, asked, may_change
+from loopwright.distribution import placement
 from loopwright.errors import ConfigError, is_finite, require_integer, shown
+from loopwright.graphs.aliases import TensorLike, Variable
 from loopwright.models import models
 from loopwright.optimizers.schedule import Schedule
-from loopwright.strategies import placement
+from loopwright.options.declaration import COUNTS, asked, may_change
 
 if TYPE_CHECKING:
   from loopwright.optimizers.adapters import Optimizer

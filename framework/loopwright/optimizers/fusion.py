@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from loopwright.aliases import Gradient, Variable
 from loopwright.errors import ConfigError
+from loopwright.graphs.aliases import Gradient, Variable
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models
 from loopwright.models.replica_state import assign, assign_result

@@ -15,14 +15,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from loopwright.aliases import Variable
-from loopwright.declaration import COUNTS, may_change
 from loopwright.errors import ConfigError, is_finite, unknown
+from loopwright.graphs.aliases import Variable
 from loopwright.host import lazy_keras
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models
 from loopwright.optimizers import rule
 from loopwright.optimizers.rule import GROUPS, Options, Update, groups_of, is_free
+from loopwright.options.declaration import COUNTS, may_change
 
 SCALE = "learning_rate_scale"
 _OF_ALL = ("clipnorm", "clipvalue", "global_clipnorm", "ema_momentum", "loss_scale_factor")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import keras
 import tensorflow as tf
 
-from loopwright.aliases import TensorLike
+from loopwright.graphs.aliases import TensorLike
 from loopwright.host.lazy_keras import tf_keras_classes
 from loopwright.models import models
 from loopwright.optimizers.rule import Update

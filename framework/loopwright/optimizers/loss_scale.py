@@ -9,8 +9,8 @@ from typing import Annotated, TypeAlias
 
 import tensorflow as tf
 
-from loopwright.declaration import COUNTS, Rule, asked
 from loopwright.errors import ConfigError, require_integer, require_positive
+from loopwright.options.declaration import COUNTS, Rule, asked
 
 LARGEST_SCALE = 2.0**127
 """The largest power of two in float32; the scale does not grow further."""

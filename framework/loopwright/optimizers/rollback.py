@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from loopwright.aliases import Model, PerReplica
+from loopwright.graphs.aliases import Model, PerReplica
 from loopwright.models import models
 from loopwright.models.replica_state import assign
 from loopwright.models.task_state import TaskState

@@ -20,8 +20,8 @@ import keras
 import tensorflow as tf
 import tf_keras  # executed when something of it is used
 
-from loopwright.aliases import Gradient, TensorLike, Variable
 from loopwright.errors import ConfigError
+from loopwright.graphs.aliases import Gradient, TensorLike, Variable
 from loopwright.host import lazy_keras
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.trackable import base
 from tensorflow.python.training.saving.saveable_object import SaveSpec
 
-from loopwright.aliases import Variable
+from loopwright.graphs.aliases import Variable
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models
 

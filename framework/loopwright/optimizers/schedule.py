@@ -16,11 +16,11 @@ import tensorflow as tf
 import tf_keras
 
 from loopwright import registry
-from loopwright.aliases import TensorLike
-from loopwright.declaration import SCHEDULE, asked
 from loopwright.errors import ConfigError, is_finite, shown
+from loopwright.graphs.aliases import TensorLike
 from loopwright.host import lazy_keras
 from loopwright.host.lazy_keras import KerasOptimizer
+from loopwright.options.declaration import SCHEDULE, asked
 
 ScheduleFunction = Callable[[tf.Tensor], TensorLike]
 

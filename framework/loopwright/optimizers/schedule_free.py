@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from loopwright.aliases import TensorLike, Variable
+from loopwright.graphs.aliases import TensorLike, Variable
 from loopwright.models import models
 
 

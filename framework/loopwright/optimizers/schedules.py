@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from loopwright.declaration import SCHEDULE, may_change
 from loopwright.errors import ConfigError, require_integer, require_positive
 from loopwright.optimizers.schedule import Schedule, as_schedule, float64, rate_of
+from loopwright.options.declaration import SCHEDULE, may_change
 
 
 def follow(optimizer: Any, schedule: Schedule) -> None:

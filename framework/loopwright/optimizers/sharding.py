@@ -18,14 +18,14 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.training.saving.saveable_object import SaveSpec
 
-from loopwright.aliases import Gradient, Variable
+from loopwright.distribution import placement
 from loopwright.errors import ConfigError
+from loopwright.graphs.aliases import Gradient, Variable
 from loopwright.graphs.autograph import as_written
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models
 from loopwright.models.replica_state import assign
 from loopwright.optimizers.fusion import Fusion
-from loopwright.strategies import placement
 
 _VALUE = "VARIABLE_VALUE"
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-from loopwright.aliases import Gradient, PerReplica, TensorLike, Variable
+from loopwright.distribution import placement
 from loopwright.errors import ConfigError
 from loopwright.graphs import branches
+from loopwright.graphs.aliases import Gradient, PerReplica, TensorLike, Variable
 from loopwright.models import models, replica_state
 from loopwright.optimizers import kernels
 from loopwright.optimizers.adapters import Optimizer
 from loopwright.optimizers.fusion import Gradients
-from loopwright.strategies import placement
 
 if TYPE_CHECKING:
   from loopwright.optimizers.ema import Ema

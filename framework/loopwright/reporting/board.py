@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import TensorLike
 from loopwright.errors import ConfigError, kind, shown
+from loopwright.graphs.aliases import TensorLike
 from loopwright.host import files
 from loopwright.run_folder import layout
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import keras
 
 from loopwright import registry
-from loopwright.aliases import Model, Variable
+from loopwright.graphs.aliases import Model, Variable
 from loopwright.models import models
 from loopwright.reporting.progress import Choice, named
 from loopwright.run_folder.metrics_log import flatten, scalars

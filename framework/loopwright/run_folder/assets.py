@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from loopwright.distribution.cluster import Cluster
 from loopwright.errors import ConfigError, kind
 from loopwright.host import files
 from loopwright.run_folder import layout
-from loopwright.strategies.cluster import Cluster
 
 if TYPE_CHECKING:
   from loopwright.task import Task

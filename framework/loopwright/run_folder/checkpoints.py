@@ -16,8 +16,8 @@ from absl import logging
 from tensorflow.python.trackable import trackable_utils
 
 from loopwright import registry
-from loopwright.aliases import Variable
 from loopwright.errors import ConfigError, first_line
+from loopwright.graphs.aliases import Variable
 from loopwright.host import files
 from loopwright.host.timing import timed
 from loopwright.run_folder import layout

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from loopwright.aliases import Model, Variable
 from loopwright.errors import ConfigError, suggest
+from loopwright.graphs.aliases import Model, Variable
 from loopwright.host import bounded
 from loopwright.models import models
 from loopwright.run_folder import checkpoints, h5, weight_files

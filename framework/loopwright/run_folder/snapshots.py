@@ -13,10 +13,10 @@ import time
 import tensorflow as tf
 from absl import logging
 
+from loopwright.distribution.cluster import SNAPSHOTS, Cluster
 from loopwright.errors import first_line
 from loopwright.run_folder import layout
 from loopwright.run_folder.checkpoints import CheckpointManager
-from loopwright.strategies.cluster import SNAPSHOTS, Cluster
 
 _EVERY_S = 1.0
 """A copy costs some ms on each worker, so that it is not worth while after each short loop."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
-from loopwright.aliases import Model
-from loopwright.declaration import AT_THE_START
 from loopwright.errors import ConfigError, unknown
+from loopwright.graphs.aliases import Model
+from loopwright.options.declaration import AT_THE_START
 
 if TYPE_CHECKING:
   from loopwright.run_folder.matching import WarmStartReport

@@ -18,8 +18,8 @@ import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tensorflow.python.trackable import trackable_utils
 
-from loopwright.aliases import Model
 from loopwright.errors import ConfigError
+from loopwright.graphs.aliases import Model
 from loopwright.host import bounded
 from loopwright.models import models
 from loopwright.run_folder import checkpoint_files, checkpoints, h5, places, safetensors_files

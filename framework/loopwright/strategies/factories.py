@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from loopwright import registry
-from loopwright.strategies.placement import Server
+from loopwright.distribution.placement import Server
 
 if TYPE_CHECKING:
-  from loopwright.kinds.mesh.strategy import model_parallel
-  from loopwright.kinds.parameter_server.strategy import parameter_server
-  from loopwright.kinds.tpu import tpu
-  from loopwright.kinds.workers.strategy import multi_worker_mirrored
   from loopwright.strategies.local import auto, default, one_device, split_cpu
+  from loopwright.strategies.mesh.strategy import model_parallel
   from loopwright.strategies.mirrored import MirroredStrategy, central_storage, mirrored, works
+  from loopwright.strategies.parameter_server.strategy import parameter_server
+  from loopwright.strategies.tpu import tpu
+  from loopwright.strategies.workers.strategy import multi_worker_mirrored
 
 StrategyFactory = Callable[[], tf.distribute.Strategy | Server]
 

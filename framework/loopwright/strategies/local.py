@@ -10,8 +10,8 @@ from absl import logging
 from tensorflow.python.distribute import distribute_lib
 
 from loopwright import registry
+from loopwright.distribution.placement import Placement, register
 from loopwright.errors import ConfigError, require_integer, unknown
-from loopwright.strategies.placement import Placement, register
 
 CrossDeviceOps = Literal[
   "auto", "nccl", "hierarchical_copy", "reduction_to_one_device", "collective"

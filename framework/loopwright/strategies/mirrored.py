@@ -14,10 +14,10 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.framework import kernels
 
-from loopwright.aliases import PerReplica
+from loopwright.distribution.placement import Placement, register
 from loopwright.errors import ConfigError, require_integer, unknown
+from loopwright.graphs.aliases import PerReplica
 from loopwright.strategies.local import CrossDeviceOps, known_device, logical, split_cpu
-from loopwright.strategies.placement import Placement, register
 
 _KEYS_EACH = 1000
 _first_keys = itertools.count(_KEYS_EACH, _KEYS_EACH)

@@ -25,12 +25,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
+from loopwright.distribution import cluster as clusters
 from loopwright.errors import ConfigError
 from loopwright.host import nvidia, urls
 from loopwright.host.signals import handled
-from loopwright.kinds.workers import elastic, wire
 from loopwright.run_folder import layout, legs
-from loopwright.strategies import cluster as clusters
+from loopwright.strategies.workers import elastic, wire
 from loopwright.tools import private_network, shared_memory, standby
 from loopwright.tools.local_process import Environment, Process, Started, say
 

@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from loopwright import builder, configurables, errors
-from loopwright import from_config as runs
-from loopwright.aliases import Batch, Model, Variable
+from loopwright import configurables, errors
+from loopwright.distribution import placement
+from loopwright.graphs.aliases import Batch, Model, Variable
 from loopwright.graphs.autograph import compiled
 from loopwright.models import models
 from loopwright.options import Numerics
 from loopwright.run_folder import assets
-from loopwright.strategies import factories, placement
+from loopwright.runs import builder
+from loopwright.runs import from_config as runs
+from loopwright.strategies import factories
 from loopwright.tools import liveness
 from loopwright.trainer import Trainer
 

@@ -28,7 +28,7 @@ from loopwright.host import lazy_keras
 from loopwright.host.children import PROGRAM, SOURCE
 from loopwright.tools.local_process import Environment, with_parent
 
-_IMPORTED = ("loopwright.running", "tensorboard.summary.v2")
+_IMPORTED = ("loopwright.runs.runner", "tensorboard.summary.v2")
 """What takes long: TensorFlow and Keras; also what the first report imports."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MOST_BYTES = 1 << 20

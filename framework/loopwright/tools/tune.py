@@ -19,13 +19,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from loopwright import builder, configurables, errors, failures
-from loopwright import from_config as runs
+from loopwright import configurables, errors
+from loopwright.distribution import placement
 from loopwright.errors import ConfigError
-from loopwright.host import redaction, urls
+from loopwright.host import failures, redaction, urls
 from loopwright.options import Gpus, Numerics
 from loopwright.run_folder import assets, places
-from loopwright.strategies import factories, placement
+from loopwright.runs import builder
+from loopwright.runs import from_config as runs
+from loopwright.strategies import factories
 from loopwright.trainer import Trainer
 
 Bindings: TypeAlias = dict[str, Any]

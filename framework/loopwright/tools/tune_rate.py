@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from loopwright import builder, configurables
-from loopwright import from_config as runs
+from loopwright import configurables
+from loopwright.distribution import placement
 from loopwright.errors import ConfigError
 from loopwright.host import urls
 from loopwright.optimizers import adapters
@@ -26,7 +26,8 @@ from loopwright.optimizers.schedules import exponential_decay, follow
 from loopwright.options import Gpus, Numerics
 from loopwright.reporting.curves import Curves
 from loopwright.run_folder import assets, places
-from loopwright.strategies import placement
+from loopwright.runs import builder
+from loopwright.runs import from_config as runs
 from loopwright.tools import tune
 from loopwright.trainer import Trainer
 

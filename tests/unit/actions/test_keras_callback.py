@@ -9,7 +9,7 @@ import runs
 import toys
 
 from loopwright import Action, ArraySource, ConfigError, KerasCallback
-from loopwright.running import run
+from loopwright.runs.runner import run
 from loopwright.strategies import factories
 
 RNG = np.random.default_rng(1)

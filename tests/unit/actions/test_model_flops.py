@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from loopwright import ArraySource, ConfigError, Loss, Task
 from loopwright.actions.model_flops import ModelFlops
-from loopwright.builder import Recipe
 from loopwright.graphs import flops, operations
+from loopwright.runs.builder import Recipe
 from loopwright.tasks import decoder
 
 HIDDEN, IN, OUT = 7, 5, 3

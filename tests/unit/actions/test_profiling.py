@@ -14,7 +14,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from loopwright.actions.profiling import Profile
 from loopwright.options import Cadence
 from loopwright.run_folder.places import Opened
-from loopwright.session import Session
+from loopwright.runs.session import Session
 
 STEPS, LOOP = 12, 5
 

@@ -19,7 +19,7 @@ from loopwright import (
   StopTraining,
   Sum,
 )
-from loopwright.running import run
+from loopwright.runs.runner import run
 from loopwright.strategies import factories
 from loopwright.tools.trackers.csv_file import CSVFile
 

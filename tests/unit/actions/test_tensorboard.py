@@ -15,9 +15,9 @@ from loopwright import ConfigError
 from loopwright.actions import tensorboard
 from loopwright.actions.base import Action
 from loopwright.actions.tensorboard import TensorBoard, hyperparameters
-from loopwright.kinds.parameter_server.strategy import ParameterServer
-from loopwright.running import run
+from loopwright.runs.runner import run
 from loopwright.strategies import factories
+from loopwright.strategies.parameter_server.strategy import ParameterServer
 
 RATE, BATCH, CLIP = 0.125, 6, 0.75
 RNG = np.random.default_rng(3)

@@ -19,7 +19,7 @@ from loopwright.inputs.parts import Part, Sources
 from loopwright.inputs.replay import Draws, ReplayBuffer
 from loopwright.optimizers.loss_scale import DynamicLossScale
 from loopwright.run_folder import history
-from loopwright.running import run
+from loopwright.runs.runner import run
 
 
 @loopwright.register

@@ -16,7 +16,7 @@ REPOSITORY = Path(launch.__file__).parent
 IN_A_PROCESS = """
 import sys, time
 import tensorflow as tf
-import loopwright.running  # and Orbit
+import loopwright.runs.runner  # and Orbit
 from tensorflow.python.eager import context
 import launch
 started, cpu = time.perf_counter(), time.process_time()

@@ -19,10 +19,10 @@ import pytest
 
 from loopwright import configurables, registry
 from loopwright.configurables import checks, imports, table, values
-from loopwright.declaration import Instead
 from loopwright.errors import ConfigError
 from loopwright.host import modules, signals
 from loopwright.options import GpuMemory
+from loopwright.options.declaration import Instead
 from loopwright.registry import Entry
 
 

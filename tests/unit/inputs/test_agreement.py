@@ -19,7 +19,7 @@ from loopwright import (
   StreamSource,
 )
 from loopwright.inputs.parts import Part
-from loopwright.running import run
+from loopwright.runs.runner import run
 from loopwright.strategies import factories
 
 

@@ -12,11 +12,11 @@ from input_cases import arrays, numbered, one_line_error
 from places import PLACES, strategy_of
 
 from loopwright import ArraySource, Buckets, Evaluator, Loss, StreamSource
-from loopwright.builder import Recipe
 from loopwright.inputs.buckets import Schedule
 from loopwright.inputs.datasets import eval_dataset, train_dataset
 from loopwright.inputs.sources import of_one_shape
-from loopwright.running import run
+from loopwright.runs.builder import Recipe
+from loopwright.runs.runner import run
 from loopwright.strategies import factories
 from loopwright.tools.forensics.action import NonFiniteLoss, StopOnNonFinite
 from loopwright.tools.ledger import __main__

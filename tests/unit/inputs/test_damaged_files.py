@@ -11,8 +11,8 @@ import tensorflow as tf
 from input_cases import one_line_error
 from PIL import Image
 
-from loopwright import ConfigError, TFRecordSource, failures
-from loopwright.host import bounded
+from loopwright import ConfigError, TFRecordSource
+from loopwright.host import bounded, failures
 from loopwright.inputs.array_files import load_arrays, read_idx
 from loopwright.inputs.image_folder import ImageFolderSource
 from loopwright.inputs.sources import ArraySource

@@ -12,7 +12,7 @@ import tensorflow as tf
 from input_cases import arrays, one_line_error
 
 from loopwright.errors import ConfigError
-from loopwright.failures import mistake
+from loopwright.host.failures import mistake
 from loopwright.inputs.datasets import eval_dataset, train_dataset
 from loopwright.inputs.fingerprint import fingerprint
 from loopwright.inputs.indexed import IndexedSource, TFRecordSource

@@ -25,6 +25,7 @@ from input_cases import (
 )
 from PIL import Image
 
+from loopwright.distribution import placement
 from loopwright.errors import ConfigError
 from loopwright.inputs import datasets, sources
 from loopwright.inputs.array_files import load_arrays
@@ -33,7 +34,6 @@ from loopwright.inputs.image_folder import ImageFolderSource
 from loopwright.inputs.plan import padded_batch_size
 from loopwright.inputs.sources import ArraySource, Source
 from loopwright.inputs.streams import StreamSource
-from loopwright.strategies import placement
 
 # ---- Training batches ----
 

@@ -17,11 +17,11 @@ from input_cases import arrays, numbered, one_line_error, runtime_error, stream,
 from places import PLACES, strategy_of
 
 from loopwright import ArraySource, Buckets, IndexedSource, Mixture
-from loopwright.builder import Recipe
 from loopwright.inputs.datasets import eval_dataset, train_dataset
 from loopwright.inputs.mixture import Shares
 from loopwright.inputs.ordering import seed_of_part
-from loopwright.running import run
+from loopwright.runs.builder import Recipe
+from loopwright.runs.runner import run
 from loopwright.tools.ledger import __main__
 from loopwright.tools.ledger.recorder import Recorder
 
@@ -340,7 +340,7 @@ SCRIPT = """
 import os, signal, sys, keras
 import loopwright
 from loopwright import Action
-from loopwright.running import run
+from loopwright.runs.runner import run
 from test_mixture import Fit
 
 class Kill(Action):

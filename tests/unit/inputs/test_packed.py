@@ -9,9 +9,9 @@ from packed_texts import NextToken
 from places import PLACES, strategy_of
 
 from loopwright import ArraySource, Mixture, Packed, attention_mask
-from loopwright.builder import Recipe
 from loopwright.inputs.datasets import eval_dataset, train_dataset
 from loopwright.inputs.fingerprint import fingerprint
+from loopwright.runs.builder import Recipe
 from loopwright.tools.ledger import __main__
 from loopwright.tools.ledger.recorder import Recorder
 

@@ -15,9 +15,9 @@ from input_cases import (
 from places import PLACES, strategy_of
 
 from loopwright import ArraySource, Part, Sources, part, with_part
-from loopwright.builder import Recipe
 from loopwright.inputs.datasets import eval_dataset, train_dataset
 from loopwright.inputs.ordering import seed_of_part
+from loopwright.runs.builder import Recipe
 from loopwright.tools.ledger import __main__
 from loopwright.tools.ledger.recorder import Recorder
 

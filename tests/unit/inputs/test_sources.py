@@ -11,7 +11,7 @@ import tensorflow as tf
 from input_cases import arrays, numbered, of_elements, one_line_error, runtime_error, stream
 from PIL import Image
 
-from loopwright import failures
+from loopwright.host import failures
 from loopwright.inputs import datasets
 from loopwright.inputs.array_files import load_arrays, read_idx
 from loopwright.inputs.datasets import eval_dataset, train_dataset

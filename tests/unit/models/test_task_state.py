@@ -10,7 +10,7 @@ from runs import make_evaluator, make_trainer
 from loopwright import ArraySource, ConfigError, Loss, Task
 from loopwright.models.task_state import copies_of
 from loopwright.optimizers.rollback import Rollback
-from loopwright.running import run
+from loopwright.runs.runner import run
 from loopwright.strategies import factories
 
 ROWS, RATE = 6, 0.125

@@ -11,13 +11,13 @@ import toys
 from runs import copies, make_trainer
 from toys import KERAS
 
+from loopwright.distribution.reduction import Reduction
 from loopwright.inputs.sources import ArraySource
 from loopwright.metrics import Loss
 from loopwright.models import models
 from loopwright.optimizers import adapters, fusion, kernels, loss_scale, rule
 from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.step import Step, StepParts
-from loopwright.strategies.reduction import Reduction
 
 STEPS = 20
 # name -> shape and dtype, in an order in which small and large, and dtypes, alternate.

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from loopwright.engine.step_parts import Scaling
 from loopwright.errors import ConfigError
 from loopwright.optimizers import loss_scale
-from loopwright.step_parts import Scaling
 
 
 def rule(finite_steps, *, growth_steps, initial=2.0**15, factor=2.0, floor=1.0):

@@ -11,7 +11,7 @@ import tensorflow as tf
 import toys
 
 from loopwright import Action, Board, ConfigError, Show, Sum, Task
-from loopwright.running import run
+from loopwright.runs.runner import run
 from loopwright.strategies import factories
 
 

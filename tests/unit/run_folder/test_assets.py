@@ -19,11 +19,11 @@ from runs import records
 
 import launch
 from loopwright import configurables
+from loopwright.distribution.cluster import Cluster
 from loopwright.errors import ConfigError
 from loopwright.host import files
 from loopwright.run_folder import assets
-from loopwright.running import run
-from loopwright.strategies.cluster import Cluster
+from loopwright.runs.runner import run
 from loopwright.tools import tune
 from loopwright.tools.verify.bench.bench import Subject
 

@@ -21,7 +21,7 @@ from loopwright.models import models
 from loopwright.optimizers import loss_scale
 from loopwright.run_folder import checkpoints
 from loopwright.run_folder.checkpoint_files import list_checkpoints
-from loopwright.running import run
+from loopwright.runs.runner import run
 
 VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 

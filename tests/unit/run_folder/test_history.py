@@ -11,13 +11,13 @@ import pytest
 import tensorflow as tf
 import toys
 
-from loopwright import going_on
 from loopwright.errors import ConfigError
 from loopwright.inputs.fingerprint import fingerprint
 from loopwright.inputs.sources import ArraySource, Source
 from loopwright.inputs.streams import StreamSource
 from loopwright.run_folder import history
-from loopwright.running import run
+from loopwright.runs import resume_rules
+from loopwright.runs.runner import run
 from loopwright.strategies import factories
 
 
@@ -123,7 +123,7 @@ def test_a_damaged_history_is_one_line(tmp_path, content):
 
 def test_another_format_of_the_last_line_is_no_change(tmp_path):
   (tmp_path / "history.jsonl").write_text(json.dumps({"time": "then"}) + "\n")
-  assert going_on.changes(str(tmp_path), "config", {"a": "1"}) == []
+  assert resume_rules.changes(str(tmp_path), "config", {"a": "1"}) == []
 
 
 # ---- Fingerprints ----

@@ -17,13 +17,13 @@ import loopwright
 from benchmarks import comparison, trials_task
 from loopwright import commands, configurables
 from loopwright.errors import ConfigError
-from loopwright.from_config import load
 from loopwright.host import stores
 from loopwright.host.files import StorageError
 from loopwright.host.stores import Store, StoreError
 from loopwright.run_folder import folders, mirror, places, remote, weight_files
 from loopwright.run_folder.mirror import Mirror, Record
-from loopwright.running import run
+from loopwright.runs.from_config import load
+from loopwright.runs.runner import run
 
 URL = "memory://bucket/runs/digits"
 EXPORT = (
@@ -591,14 +591,14 @@ def test_a_run_in_s3_is_that_on_disk(
     configured(actions, "Fail.as_mistake = False", "Fail.at_step = 30")(model_dir=url)
   another_machine()
   monkeypatch.setattr(mirror, "GIVE_UP_S", 0.5)
-  restore = loopwright.session.Session.restore
+  restore = loopwright.runs.session.Session.restore
 
   def then_shut(session, checkpoint=None):
     restore(session, checkpoint)
     server.shut()
 
   with monkeypatch.context() as patch:
-    patch.setattr(loopwright.session.Session, "restore", then_shut)
+    patch.setattr(loopwright.runs.session.Session, "restore", then_shut)
     with pytest.raises(StorageError, match="loopwright push"):
       configured()(model_dir=url)
   server.open()

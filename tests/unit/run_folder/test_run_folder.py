@@ -18,8 +18,8 @@ from loopwright import Action
 from loopwright.actions.best import BestCheckpoint
 from loopwright.errors import ConfigError
 from loopwright.host import files
-from loopwright.loop import Loop
 from loopwright.run_folder import history, layout, ownership
+from loopwright.runs.loop import Loop
 from loopwright.tools.exports.action import Export
 
 REPOSITORY = Path(__file__).parents[3]
@@ -324,7 +324,9 @@ def test_each_checkpoint_names_the_start_that_wrote_it(folder):
 
 def test_checkpoints_of_a_version_that_named_none_go_on(folder, monkeypatch):
   with monkeypatch.context() as patched:
-    patched.setattr("loopwright.starting.uuid.uuid4", lambda: type("None", (), {"hex": ""}))
+    patched.setattr(
+      "loopwright.runs.start_record.uuid.uuid4", lambda: type("None", (), {"hex": ""})
+    )
     go(folder, 2)
   lose(folder)
   go(folder, 4)

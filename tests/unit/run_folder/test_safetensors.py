@@ -14,11 +14,12 @@ import tensorflow as tf
 import toys
 
 import loopwright
-from loopwright import commands, configurables, running
+from loopwright import commands, configurables
 from loopwright.errors import ConfigError
 from loopwright.run_folder import safetensors_files
 from loopwright.run_folder.matching import Names
 from loopwright.run_folder.warm_start import WarmStart
+from loopwright.runs import runner
 from loopwright.strategies import factories
 from loopwright.tasks.decoder import decoder
 
@@ -135,7 +136,7 @@ SGD = ("run.task = @OneLayer()", "run.optimizer = @keras.SGD", "run.global_batch
 
 def trained(folder, *more):
   configurables.parse([], [*SGD, "run.train_steps = 3", *more])
-  configurables.configured(running.run)(mode="train", model_dir=str(folder))
+  configurables.configured(runner.run)(mode="train", model_dir=str(folder))
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

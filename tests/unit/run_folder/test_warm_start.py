@@ -13,12 +13,12 @@ import tensorflow as tf
 import tf_keras
 import toys
 
-from loopwright import running
 from loopwright.errors import ConfigError
 from loopwright.models import models
 from loopwright.run_folder import matching, weight_files
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.run_folder.warm_start import WarmStart
+from loopwright.runs import runner
 from loopwright.strategies import factories
 
 RNG = np.random.default_rng(5)
@@ -249,7 +249,7 @@ def test_a_run_begins_there_and_does_not_go_back(tmp_path):
 
   def train(name, steps):
     task = Fit(line)
-    running.run(
+    runner.run(
       task=task, train_steps=steps, global_batch_size=12, model_dir=str(tmp_path / name),
       strategy=factories.default, optimizer=lambda: keras.optimizers.SGD(RATE), mode="train",
       warm_start=WarmStart(path=folder),

@@ -13,10 +13,10 @@ from runs import make_trainer
 
 from loopwright.errors import ConfigError
 from loopwright.inputs.sources import ArraySource
-from loopwright.kinds.mesh import updates, variables
 from loopwright.models import models
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.strategies import factories
+from loopwright.strategies.mesh import updates, variables
 from loopwright.tasks import language_model
 from loopwright.tools.ledger.recorder import Recorder
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from absl import logging
 
-from loopwright.kinds.workers import proxies
+from loopwright.strategies.workers import proxies
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy")

@@ -3,8 +3,9 @@ import logging as python_logging
 import pytest
 import tensorflow as tf
 
+from loopwright.distribution import placement
 from loopwright.errors import ConfigError
-from loopwright.strategies import factories, placement
+from loopwright.strategies import factories
 
 
 def test_default_is_no_distribution():

@@ -11,9 +11,9 @@ import toys
 import loopwright
 from loopwright import configurables
 from loopwright.errors import ConfigError
-from loopwright.from_config import load
 from loopwright.run_folder import damage, folders
-from loopwright.running import run
+from loopwright.runs.from_config import load
+from loopwright.runs.runner import run
 from loopwright.tools.runs import average
 
 RNG = np.random.default_rng(0)

@@ -15,12 +15,12 @@ import tensorflow as tf
 from planted import Planted, example_at, make_trainer
 
 import launch
-from loopwright import going_on
+from loopwright.distribution.reduction import Reduction
 from loopwright.errors import ConfigError
-from loopwright.kinds.parameter_server.strategy import ParameterServer
 from loopwright.metrics import Loss
 from loopwright.optimizers import loss_scale
-from loopwright.strategies.reduction import Reduction
+from loopwright.runs import resume_rules
+from loopwright.strategies.parameter_server.strategy import ParameterServer
 from loopwright.tools.forensics import examine
 from loopwright.tools.forensics.action import StopOnNonFinite
 
@@ -296,19 +296,19 @@ def test_the_replay_command_finds_the_task_where_the_run_did(monkeypatch):
   """Beside a gin file elsewhere; the folder has a blank to quote."""
   module = types.SimpleNamespace(__file__="/else where/mine/planted.py")
   monkeypatch.setitem(sys.modules, "mine.planted", module)
-  monkeypatch.setattr(going_on.configurables, "bindings", lambda: {"run.seed": "3"})
+  monkeypatch.setattr(resume_rules.configurables, "bindings", lambda: {"run.seed": "3"})
   task = type("Mine", (), {"__module__": "mine.planted"})()
   trainer = types.SimpleNamespace(task=task, cluster=types.SimpleNamespace(is_local=False))
-  command = going_on.replay_command("runs/x", trainer)
+  command = resume_rules.replay_command("runs/x", trainer)
   assert command == (
     "PYTHONPATH='/else where' python launch.py --gin_file=runs/x/operative_config.gin "
     "--model_dir=runs/x --mode=replay"
   )
-  monkeypatch.setattr(going_on.configurables, "SHIPPED", Path("/elsewhere/loopwright"))
-  command = going_on.replay_command("runs/x", trainer)
+  monkeypatch.setattr(resume_rules.configurables, "SHIPPED", Path("/elsewhere/loopwright"))
+  command = resume_rules.replay_command("runs/x", trainer)
   assert command.startswith("PYTHONPATH='/else where' loopwright --gin_file=runs/x/")
-  monkeypatch.setattr(going_on.configurables, "bindings", dict)
-  command = going_on.replay_command("runs/x", trainer)
+  monkeypatch.setattr(resume_rules.configurables, "bindings", dict)
+  command = resume_rules.replay_command("runs/x", trainer)
   assert command == "run(mode='replay', model_dir='runs/x', ...) with the same arguments"
 
 

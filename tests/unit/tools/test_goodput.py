@@ -16,7 +16,7 @@ from benchmarks import goodput_trials
 from loopwright import Action, ArraySource, commands
 from loopwright.run_folder import flights, layout, legs
 from loopwright.run_folder.legs import Leg
-from loopwright.running import run
+from loopwright.runs.runner import run
 from loopwright.strategies import factories
 from loopwright.tools import goodput
 

@@ -8,13 +8,13 @@ import pytest
 import tensorflow as tf
 from input_cases import ledger_digest, one_line_error, stream
 
+from loopwright.distribution import placement
 from loopwright.inputs.sources import ArraySource
-from loopwright.kinds.parameter_server.strategy import ParameterServer
 from loopwright.observers import Reading
 from loopwright.options import Cadence
 from loopwright.run_folder.places import Opened
-from loopwright.session import Session
-from loopwright.strategies import placement
+from loopwright.runs.session import Session
+from loopwright.strategies.parameter_server.strategy import ParameterServer
 from loopwright.tools.ledger import __main__
 from loopwright.tools.ledger import proof as proofs
 from loopwright.tools.ledger.proof import Ledger, Problem, prove

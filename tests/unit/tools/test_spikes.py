@@ -15,9 +15,9 @@ from runs import records
 
 from loopwright import Action, ConfigError, Loss
 from loopwright.inputs.ordering import examples_at
-from loopwright.kinds.parameter_server.strategy import ParameterServer
-from loopwright.running import run
+from loopwright.runs.runner import run
 from loopwright.strategies import factories
+from loopwright.strategies.parameter_server.strategy import ParameterServer
 from loopwright.tools.forensics import examine
 from loopwright.tools.forensics.spikes import Diverged, Spikes
 from loopwright.tools.ledger import __main__

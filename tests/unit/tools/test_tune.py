@@ -19,10 +19,10 @@ import toys
 import launch
 import loopwright
 from loopwright import configurables
+from loopwright.distribution.reduction import Reduction
 from loopwright.errors import ConfigError
 from loopwright.inputs.sources import ArraySource
-from loopwright.running import run
-from loopwright.strategies.reduction import Reduction
+from loopwright.runs.runner import run
 from loopwright.tools import tune
 from loopwright.tools.tune import Option, Ratio
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from loopwright import from_config
 from loopwright.errors import ConfigError
 from loopwright.run_folder import safetensors_files
 from loopwright.run_folder.matching import Names
+from loopwright.runs import from_config
 
 
 def export_weights(model_dir: str) -> str:

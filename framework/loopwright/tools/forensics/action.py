@@ -9,9 +9,9 @@ import tensorflow as tf
 from absl import logging
 
 from loopwright.actions.base import Action, Output, Run
+from loopwright.distribution import placement
 from loopwright.errors import Failed
 from loopwright.run_folder import nonfinite
-from loopwright.strategies import placement
 from loopwright.tools.forensics import examine
 from loopwright.trainer import Trainer
 

@@ -20,9 +20,11 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from loopwright import step_record
-from loopwright.aliases import Batch, Gradient, Variable
+from loopwright.distribution.placement import Placement
+from loopwright.engine import step_record
+from loopwright.engine.step_parts import StepParts
 from loopwright.errors import ConfigError, is_the_users
+from loopwright.graphs.aliases import Batch, Gradient, Variable
 from loopwright.graphs.autograph import as_written
 from loopwright.inputs.parts import prefixes
 from loopwright.metrics import Loss
@@ -30,8 +32,6 @@ from loopwright.models import models
 from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.optimizers.rollback import Rollback, changed_by, read, write
 from loopwright.step import LossFn, Step
-from loopwright.step_parts import StepParts
-from loopwright.strategies.placement import Placement
 from loopwright.trainer import Trainer
 
 MOST_EXAMPLES = 16

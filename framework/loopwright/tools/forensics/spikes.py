@@ -18,15 +18,15 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.actions.base import Action, Output, Run
-from loopwright.aliases import Batch, Gradient
-from loopwright.declaration import COUNT
+from loopwright.distribution import placement
+from loopwright.engine.step_parts import StepParts
 from loopwright.errors import require_integer, require_positive, unknown
+from loopwright.graphs.aliases import Batch, Gradient
 from loopwright.metrics import Loss
 from loopwright.optimizers.fusion import Fusion, Gradients
 from loopwright.optimizers.rollback import Rollback
+from loopwright.options.declaration import COUNT
 from loopwright.step import LossFn
-from loopwright.step_parts import StepParts
-from loopwright.strategies import placement
 from loopwright.tools.forensics import examine
 from loopwright.tools.forensics.action import NonFiniteLoss
 from loopwright.trainer import Trainer

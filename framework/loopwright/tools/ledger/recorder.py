@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from loopwright.distribution import placement
 from loopwright.graphs.randomness import hashed
 from loopwright.inputs.buckets import Buckets, Schedule, rows_of
 from loopwright.inputs.mixture import Mixture
@@ -20,7 +21,6 @@ from loopwright.inputs.parts import Part, Sources
 from loopwright.inputs.plan import padded_batch_size
 from loopwright.inputs.sources import Source, main_source
 from loopwright.observers import Observer, Reading
-from loopwright.strategies import placement
 from loopwright.tools.ledger.proof import PURPOSE, Start, file_name, start_line, steps_line
 
 

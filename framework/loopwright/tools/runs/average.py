@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from loopwright import from_config as runs
-from loopwright import starting
-from loopwright.aliases import Layer
 from loopwright.errors import ConfigError
+from loopwright.graphs.aliases import Layer
 from loopwright.models import models
 from loopwright.optimizers.ema import Ema
 from loopwright.run_folder import layout
 from loopwright.run_folder.checkpoints import CheckpointManager
+from loopwright.runs import from_config as runs
+from loopwright.runs import start_record
 from loopwright.task import Task
 from loopwright.trainer import Trainer
 
@@ -108,7 +108,7 @@ def _write(trainer: Trainer, learned: str, one: str, to: str) -> None:
   if os.path.isdir(own := os.path.join(one, layout.ASSETS)):
     shutil.copytree(own, os.path.join(to, layout.ASSETS))
   directory = os.path.join(to, layout.CHECKPOINTS)
-  labels = starting.experiment(trainer)
+  labels = start_record.experiment(trainer)
   manager = CheckpointManager(
     trainer=trainer, directory=directory, experiment=labels, assets=learned
   )

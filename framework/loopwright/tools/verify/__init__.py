@@ -44,10 +44,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from loopwright import errors, failures, registry
-from loopwright.builder import made_task, set_globals
-from loopwright.from_config import bound, bound_mesh, bound_recipe
+from loopwright import errors, registry
+from loopwright.host import failures
 from loopwright.options import Numerics
+from loopwright.runs.builder import made_task, set_globals
+from loopwright.runs.from_config import bound, bound_mesh, bound_recipe
 from loopwright.strategies import factories
 from loopwright.tools.verify import consequences, report, side_by_side
 from loopwright.tools.verify.bench import source_lines

@@ -15,7 +15,7 @@ import loopwright
 from loopwright import configurables, errors
 from loopwright.errors import UsageError
 from loopwright.options import BatchSize, names_of
-from loopwright.running import defaults
+from loopwright.runs.runner import defaults
 from loopwright.tools.verify.bench.bench import Subject
 from loopwright.tools.verify.report import Report, Result
 

@@ -19,10 +19,10 @@ import tensorflow as tf
 import tf_keras
 
 from loopwright import configurables
-from loopwright.aliases import HostValue, Variable
-from loopwright.builder import Recipe
+from loopwright.distribution import placement
 from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
+from loopwright.graphs.aliases import HostValue, Variable
 from loopwright.graphs.grappler import Compiled
 from loopwright.host import lazy_keras
 from loopwright.inputs import datasets
@@ -32,8 +32,8 @@ from loopwright.models import models
 from loopwright.optimizers.adapters import prefix
 from loopwright.options import Precision
 from loopwright.run_folder import assets
+from loopwright.runs.builder import Recipe
 from loopwright.step import Step
-from loopwright.strategies import placement
 from loopwright.task import Task, preprocess_of
 from loopwright.tools.verify.bench import shared_noise
 from loopwright.trainer import Trainer

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loopwright.eval_step import EvalStep
+from loopwright.distribution import placement
+from loopwright.engine.eval_step import EvalStep
 from loopwright.evaluator import Evaluator
 from loopwright.graphs import operations as graphs
 from loopwright.graphs import randomness
 from loopwright.graphs.autograph import compiled, converted
 from loopwright.metrics import Loss, Metric
 from loopwright.models import models
-from loopwright.strategies import placement
 from loopwright.tools.verify.bench import bench, row_influence, shared_noise, source_lines, survey
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject, under
 from loopwright.tools.verify.bench.loss_graph import behind

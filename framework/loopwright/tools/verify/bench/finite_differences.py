@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import Variable
+from loopwright.graphs.aliases import Variable
 from loopwright.models import models
 
 TOLERANCE = {"float64": 1e-3, "float32": 0.1}

@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from loopwright.aliases import AnySource, Model
+from loopwright.graphs.aliases import AnySource, Model
 from loopwright.graphs.autograph import as_written, converted
 from loopwright.models import models
 from loopwright.task import Task, preprocess_of

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import Model, Variable
+from loopwright.graphs.aliases import Model, Variable
 from loopwright.host import lazy_keras
 from loopwright.models import models
 from loopwright.task import Task

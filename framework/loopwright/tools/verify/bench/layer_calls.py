@@ -9,7 +9,7 @@ from unittest import mock
 
 import tensorflow as tf
 
-from loopwright.aliases import Layer, Model
+from loopwright.graphs.aliases import Layer, Model
 from loopwright.host import lazy_keras
 from loopwright.models import models
 from loopwright.tools.verify.bench import source_lines

@@ -14,8 +14,8 @@ import tensorflow as tf
 from tensorflow.python.framework import func_graph
 
 from loopwright import errors
-from loopwright.aliases import Model, Variable
 from loopwright.graphs import operations as graphs
+from loopwright.graphs.aliases import Model, Variable
 from loopwright.models import models
 from loopwright.tools.verify.bench import layer_calls, random_draws, source_lines
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import Variable
+from loopwright.graphs.aliases import Variable
 from loopwright.models import models
 from loopwright.tools.verify.bench import bench, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Subject

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
-from loopwright.aliases import Gradient, Variable
+from loopwright.graphs.aliases import Gradient, Variable
 from loopwright.metrics import Loss
 from loopwright.models import models
 from loopwright.optimizers.fusion import Gradients

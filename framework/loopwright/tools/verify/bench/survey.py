@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import AnySource
+from loopwright.graphs.aliases import AnySource
 from loopwright.graphs.autograph import as_written, converted
 from loopwright.inputs.buckets import Buckets
 from loopwright.inputs.parts import prefixes

@@ -20,9 +20,9 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
-from loopwright.aliases import Gradient, Variable
 from loopwright.errors import ConfigError
 from loopwright.graphs import autograph, randomness
+from loopwright.graphs.aliases import Gradient, Variable
 from loopwright.metrics import Loss
 from loopwright.models import models
 from loopwright.step import Step

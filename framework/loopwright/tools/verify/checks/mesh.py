@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from loopwright.distribution import placement
 from loopwright.errors import ConfigError
-from loopwright.failures import failure, place_of
 from loopwright.graphs import operations as graphs
+from loopwright.host.failures import failure, place_of
 from loopwright.host.lazy_keras import KerasOptimizer
-from loopwright.strategies import placement
 from loopwright.tools.verify.bench import bench, source_lines
 from loopwright.tools.verify.bench import explanations as known
 from loopwright.tools.verify.bench.bench import Bench, Outcome, Subject

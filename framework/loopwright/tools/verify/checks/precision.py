@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from loopwright import failures
+from loopwright.host import failures
 from loopwright.models import models
 from loopwright.optimizers import loss_scale
 from loopwright.task import Task

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from loopwright import errors, failures
-from loopwright.aliases import Variable
+from loopwright import errors
 from loopwright.graphs import operations as graphs
 from loopwright.graphs import randomness
+from loopwright.graphs.aliases import Variable
+from loopwright.host import failures
 from loopwright.inputs.sources import main_source
 from loopwright.models import models
 from loopwright.optimizers.saved_layout import SavedRate

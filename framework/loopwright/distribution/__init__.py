@@ -1,0 +1,1 @@
+"""What the framework asks of a strategy, and the one reduction."""

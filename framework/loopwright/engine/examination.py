@@ -1,0 +1,78 @@
+"""The loop, examined once it is traced and before it runs; what to do if XLA refuses it then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+from absl import logging
+
+from loopwright import registry
+from loopwright.graphs import xla
+from loopwright.models import models, replica_state
+from loopwright.models.task_state import reachable
+from loopwright.optimizers.loss_scale import LossScale, dynamic
+
+if TYPE_CHECKING:
+  from loopwright.engine.step_parts import InputWait
+  from loopwright.trainer import Trainer
+
+
+def compare(trainer: Trainer, graph: tf.Graph | None, *, wait: InputWait) -> None:
+  """Compares what the loop reads and assigns with what is saved, and equal on all replicas (host).
+
+  Args:
+    graph: of the traced loop; None where one graph is not all of it.
+    wait: the trainer's, whose variables begin anew with each loop, as those of its metrics.
+  """
+  root = tf.train.Checkpoint(**trainer.checkpoint_items())
+  saved = [v for v in tf.train.TrackableView(root).descendants() if models.is_variable(v)]
+  equal = [*trainer.assigned.values()]
+  equal += replica_state.averaged(trainer.task.model, equal=trainer.assigned)
+  for one in trainer.parts.optimizers.values():
+    slots = [*one.optimizer.variables, *one.fusion.variables]
+    saved, equal = [*saved, *slots], [*equal, *slots, *one.variables]
+  saved += [place.variable for place in (*reachable(trainer.metrics), *reachable(wait))]
+  trainer.state.examine(graph, saved=saved, equal=equal, transient=trainer.parts.observers)
+
+
+def scale_of(trainer: Trainer, *, usual: bool) -> LossScale | None:
+  """Returns the loss scale with which to trace the loop again; None if it may stay (host).
+
+  Args:
+    usual: whether the scale follows the gradients: float16 gets a dynamic one.
+  """
+  scale = trainer.parts.loss_scale
+  if usual and scale.factor() is None and "float16" in trainer.gradient_dtypes:
+    with trainer.strategy.scope():
+      scale = dynamic()
+  learnt = [each.learns(scale, trainer.state) for each in trainer.parts.observers]
+  return scale if any(learnt) or scale is not trainer.parts.loss_scale else None
+
+
+def or_without_xla(trainer: Trainer, run: Callable[[], None]) -> None:
+  """Runs a loop; if XLA refuses the whole step, without kept programs, or without XLA (host).
+
+  A step that is one program has not run then, but for the read of its batch. One of several may
+  have run in part: it begins without kept programs, unless the user asks for them.
+  """
+  before, whole = int(trainer.global_step.numpy()), trainer.compiled == xla.WHOLE
+  if trainer.parts.jit_compile and not whole:
+    registry.load("part", "without_kept")()
+  try:
+    run()
+  except tf.errors.OpError as error:
+    if not whole or int(trainer.global_step.numpy()) > before:
+      raise
+    if registry.load("part", "without_kept")(error):
+      trainer.use()  # TensorFlow keeps the error of a program that it could not read, by its name
+    elif trainer.parts.jit_compile == "auto" and xla.refuses(error):
+      from loopwright.host.failures import failure
+
+      logging.info("XLA compiles nothing: %s", failure(error))
+      trainer.use(jit_compile=False)
+    else:
+      raise
+    trainer.reset_input()
+    or_without_xla(trainer, run)

@@ -1,1 +1,0 @@
-"""Strategies beyond one process: loaded when named, never by the core."""

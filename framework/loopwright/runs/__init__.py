@@ -1,0 +1,1 @@
+"""The course of a run: from its options to its last line."""
