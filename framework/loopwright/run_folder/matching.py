@@ -10,21 +10,26 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import tensorflow as tf
 
 from loopwright.errors import ConfigError, suggest
 from loopwright.graphs.aliases import Model, Variable
 from loopwright.host import bounded
 from loopwright.models import models
-from loopwright.run_folder import checkpoints, h5, weight_files
+from loopwright.run_folder import checkpoints, h5, layouts, weight_files
+from loopwright.run_folder.layouts import Layout
 from loopwright.run_folder.safetensors_files import INDEX, SUFFIX, Renaming, Stored
 
 if TYPE_CHECKING:
   from loopwright.run_folder.warm_start import WarmStart
 
-MATCHED, DIFFERS, EXCLUDED = "matched", "shape differs", "excluded"
+MATCHED, DIFFERS, EXCLUDED = "matched", "differs", "excluded"
 ONLY_MODEL, ONLY_FILE = "only in the model", "only in the file"
 SAFETENSORS = (SUFFIX, INDEX)
+_LORA = re.compile(r"/lora_\w+_[ab]$")
+_HEAD = "lm_head.weight"
+"""Of a language model's file, unless its output layer is its embedding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +72,7 @@ class WarmStartReport:
     others = [
       f"{self.count(status)} {told}"
       for status, told in (
-        (DIFFERS, "of another shape"), (ONLY_MODEL, ONLY_MODEL), (EXCLUDED, EXCLUDED),
+        (DIFFERS, "of another shape or dtype"), (ONLY_MODEL, ONLY_MODEL), (EXCLUDED, EXCLUDED),
         (ONLY_FILE, ONLY_FILE),
       )
       if self.count(status)
@@ -101,16 +106,36 @@ def load(of: WarmStart, model: Model) -> WarmStartReport:
     with bounded.reading(source, remedy):
       stored = stack.enter_context(weight_files.contents(source, of.match))
     own = getattr(model, "weight_names", {}) if source.endswith(SAFETENSORS) else {}
-    report, pairs = _matched(of, source, Names(model), _renamed(of, stored, own))
+    names = Names(model)
+    report, pairs = _matched(of, source, names, _renamed(of, stored, own, names))
     with bounded.reading(source, remedy):
       values = [(variable, found.read()) for variable, found in pairs]
+      if own and not of.rename and _HEAD in stored and _HEAD not in own:
+        _require_tied(source, stored, own)
+  for variable, value in values:
+    if variable.dtype.is_floating and np.isnan(value.astype(np.float32)).any():
+      raise ConfigError(
+        f"WarmStart.path is {source!r}, which has NaN in the value of {variable.name!r}; give "
+        "another file, or name the variable in WarmStart.exclude."
+      )
   for variable, value in values:
     variable.assign(tf.cast(tf.constant(value), variable.dtype))
   return report
 
 
+def _require_tied(source: str, stored: Mapping[str, Stored], own: Mapping[str, str]) -> None:
+  """Raises a ConfigError if a file has an output layer of its own, which the model lacks."""
+  head = stored[_HEAD]
+  alike = (each for name, each in stored.items() if name in own and each.shape == head.shape)
+  if not any(np.array_equal(each.read(), head.read()) for each in alike):
+    raise ConfigError(
+      f"{source!r} has {_HEAD!r}, an output layer of its own; the model's is its embedding. Give "
+      "WarmStart.rename, to take the other weights alone, or a file without it."
+    )
+
+
 def _renamed(
-  of: WarmStart, stored: Mapping[str, Stored], own: Mapping[str, str]
+  of: WarmStart, stored: Mapping[str, Stored], own: Mapping[str, str], names: Names
 ) -> dict[str, Stored]:
   renaming = Renaming(of.rename or own)
   used = {key for name in stored for key in renaming.fitting(name)}
@@ -124,7 +149,7 @@ def _renamed(
     new, transposed = renaming.of(name)
     if new in renamed:
       raise ConfigError(f"WarmStart.rename gives two variables the name {new!r}; change it.")
-    renamed[new] = value.transposed() if transposed else value
+    renamed[new] = names.turned(new, value) if transposed else value
   return renamed
 
 
@@ -172,11 +197,25 @@ def _require(
   known: Mapping[str, Variable],
   stored: Mapping[str, Stored],
 ) -> None:
+  differing = [row for row in report.rows if row.status == DIFFERS]
+  if differing and not report.count(MATCHED):
+    first = differing[0]
+    raise ConfigError(
+      f"WarmStart.path is {of.path!r}, where {first.name!r} is {first.there}; in the model it is "
+      f"{first.here}. Give a file of the same shapes and kinds of numbers."
+    )
   if not report.count(MATCHED):
     raise ConfigError(
-      f"WarmStart.path is {of.path!r}, but none of its variables has the name and shape of one "
-      f"of the model's: it has {_some(stored)}, the model has {_some(known)}; map the names with "
+      f"WarmStart.path is {of.path!r}, but none of its variables has the name of one of the "
+      f"model's: it has {_some(stored)}, the model has {_some(known)}; map the names with "
       "WarmStart.rename, or give another file."
+    )
+  lora = [row.name for row in report.rows if row.status == ONLY_FILE and _LORA.search(row.name)]
+  if lora and not (of.include or of.exclude):
+    raise ConfigError(
+      f"WarmStart.path is {of.path!r}, whose {lora[0]!r} changes what its layer computes, and the "
+      "model's layer has no LoRA: call enable_lora() in build_model, or take the other weights "
+      "alone with WarmStart.include = ['.*']."
     )
   missing = [row for row in report.rows if row.status in (DIFFERS, ONLY_MODEL)]
   if of.strict and missing:
@@ -203,6 +242,7 @@ class Names:
     named = [h5.plain(models.name(weight)) for weight in weights]
     counts = collections.Counter(named)
     self.known: dict[str, tf.Variable] = {}
+    self._layouts = layouts.layouts(model)
     self._index: dict[str, list[str]] = {}
     by_id: dict[int, str] = {}
     for weight, name in zip(weights, named, strict=True):
@@ -227,8 +267,26 @@ class Names:
     found = self._index.get(name, [])
     return found[0] if len(found) == 1 else None
 
-  def in_file(self, own: Mapping[str, str]) -> dict[str, tuple[tf.Variable, bool]]:
-    """Returns name in a file -> variable, and whether it is transposed there.
+  def turned(self, name: str, stored: Stored) -> Stored:
+    """Returns the weight that a file has under a name, PyTorch's axes as they are here.
+
+    Raises:
+      ConfigError: the model's weight has more than two axes, and is of no convolution.
+    """
+    known = self.find(name)
+    return stored if known is None else stored.turned(self._layout(known))
+
+  def _layout(self, name: str) -> Layout:
+    if layout := self._layouts.get(id(self.known[name])):
+      return layout
+    raise ConfigError(
+      f"the name {name + '.T'!r} asks for PyTorch's axes, but {name!r} has "
+      f"{self.known[name].shape.rank} axes and is of no convolution; leave out '.T', and store the "
+      "axes as the model has them."
+    )
+
+  def in_file(self, own: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Returns name in a file -> value, with PyTorch's axes if its name here ends in ".T".
 
     Args:
       own: the model's `weight_names`: names in the file -> names in the model, as for
@@ -240,7 +298,12 @@ class Names:
     for alias, found in self._index.items():
       if len(found) == 1 and renaming.fitting(alias):
         named[found[0]] = renaming.of(alias)
-    return {new: (self.known[name], turned) for name, (new, turned) in named.items()}
+    return {
+      new: self._layout(name).to_torch(self.known[name].numpy())
+      if turned
+      else self.known[name].numpy()
+      for name, (new, turned) in named.items()
+    }
 
 
 def _fits(variable: tf.Variable, stored: Stored) -> bool:

@@ -22,11 +22,13 @@ import tensorflow as tf
 
 from loopwright.errors import ConfigError
 from loopwright.host import bounded, files
+from loopwright.run_folder.layouts import Layout
 
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 _DTYPES = {"BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64"}
 _LETTERS = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}
 _TRANSPOSED = ".T"
+"""At the end of a name: see layouts.py."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,17 +43,21 @@ class Stored:
     """Returns "float32 [3, 3]"."""
     return f"{self.dtype} {list(self.shape)}"
 
-  def transposed(self) -> Stored:
-    """Returns it with its axes in reverse order."""
+  def turned(self, layout: Layout) -> Stored:
+    """Returns it with its axes as here; in the file they are PyTorch's."""
     read = self.read
-    return dataclasses.replace(self, shape=self.shape[::-1], read=lambda: read().T)
+    shape = layout.from_torch(np.broadcast_to(0, self.shape)).shape
+    return dataclasses.replace(self, shape=shape, read=lambda: layout.from_torch(read()))
 
 
 def find(path: str) -> str | None:
-  """Returns the file, or the index of several, that a path means (host); None if it means none."""
+  """Returns the file, or the index of several, that a path means (host); None if it means none.
+
+  Of a folder that has both it is the file, as for transformers.
+  """
   if path.endswith((SUFFIX, INDEX)):
     return path if os.path.isfile(path) else None
-  made = (os.path.join(path, f"model{ending}") for ending in (INDEX, SUFFIX))
+  made = (os.path.join(path, f"model{ending}") for ending in (SUFFIX, INDEX))
   return next(filter(os.path.isfile, made), None)
 
 
@@ -63,14 +69,19 @@ def shards(source: str) -> list[str]:
   """
   if not source.endswith(INDEX):
     return [source]
-  with bounded.reading(source, "give the index that belongs to the files"):
-    bounded.require_file(source, "an index of safetensors files")
-    names = sorted({*json.loads(files.read(source))["weight_map"].values()})
-    paths = [os.path.join(os.path.dirname(source), name) for name in names]
+  names = sorted({*_index(source).values()})
+  paths = [os.path.join(os.path.dirname(source), name) for name in names]
   for name, path in zip(names, paths, strict=True):
     if os.path.basename(name) != name or not os.path.isfile(path):
       raise ConfigError(f"{source!r} names the file {name!r}; it must be one beside it.")
   return [source, *paths]
+
+
+def _index(source: str) -> dict[str, str]:
+  """Returns name -> file of an index."""
+  with bounded.reading(source, "give the index that belongs to the files"):
+    bounded.require_file(source, "an index of safetensors files")
+    return dict(json.loads(files.read(source))["weight_map"])
 
 
 @contextlib.contextmanager
@@ -79,18 +90,25 @@ def contents(source: str) -> Iterator[dict[str, Stored]]:
 
   Raises:
     Exception: a file is missing or damaged; whatever the library raises.
-    ConfigError: two files have one name.
+    ConfigError: a file lacks a variable that the index has there.
   """
   library, found = _library(), dict[str, Stored]()
+  index = _index(source) if source.endswith(INDEX) else {}
   with contextlib.ExitStack() as stack:
     for path in [each for each in shards(source) if each.endswith(SUFFIX)]:
-      file = stack.enter_context(library.safe_open(path, framework="tf"))
-      for name in file.keys():  # noqa: SIM118
-        if name in found:
-          raise ConfigError(f"{source!r} has {name!r} in two files; remove one.")
-        part = file.get_slice(name)
-        read = functools.partial(_read, file, name)
-        found[name] = Stored(dtype=_dtype(part), shape=tuple(part.get_shape()), read=read)
+      file, shard = (
+        stack.enter_context(library.safe_open(path, framework="tf")),
+        os.path.basename(path),
+      )
+      names = [*file.keys()]
+      for name in index:
+        if index[name] == shard and name not in names:
+          raise ConfigError(f"{source!r} has {name!r} in {shard!r}, which lacks it; give the index "
+                            "that belongs to the files.")  # fmt: skip
+      for name in names:
+        if index.get(name, shard) == shard:
+          part, read = file.get_slice(name), functools.partial(_read, file, name)
+          found[name] = Stored(dtype=_dtype(part), shape=tuple(part.get_shape()), read=read)
     yield found
 
 
@@ -99,7 +117,10 @@ def write(path: str, values: Mapping[str, np.ndarray]) -> None:
   _library()
   from safetensors.numpy import save
 
-  arrays = {name: np.ascontiguousarray(value) for name, value in values.items()}
+  arrays = {  # ascontiguousarray gives a scalar an axis
+    name: np.asarray(value, value.dtype.newbyteorder("="), order="C")
+    for name, value in values.items()
+  }
   content = save(arrays, {"format": "pt"})  # which transformers asks for
   files.atomic_write(path, content)
 
@@ -140,7 +161,13 @@ def _mean(stored: Sequence[Stored]) -> np.ndarray:
 
 
 def _read(file: Any, name: str) -> np.ndarray:
-  return file.get_tensor(name).numpy()
+  try:
+    return file.get_tensor(name).numpy()
+  except AttributeError as error:  # of NumPy, for the name of a dtype that it lacks
+    raise ConfigError(
+      f"{name!r} is {_dtype(file.get_slice(name))}, which safetensors cannot read for TensorFlow; "
+      "store it as bfloat16, or leave it out with WarmStart.exclude."
+    ) from error
 
 
 def _dtype(part: Any) -> str:
@@ -166,8 +193,8 @@ class Renaming:
 
   Attributes:
     rules: of a whole name, if it has "{}", which is a part without "/" and ".", or if the model's
-      name ends in ".T": then the matrix is transposed. All others are of prefixes; the longest that
-      matches counts.
+      name ends in ".T": then the axes in the file are PyTorch's. All others are of prefixes; the
+      longest that matches counts.
   """
 
   rules: Mapping[str, str]
@@ -184,7 +211,7 @@ class Renaming:
     return whole + sorted(prefixes, key=len, reverse=True)
 
   def of(self, name: str) -> tuple[str, bool]:
-    """Returns the new name, and whether the matrix is transposed."""
+    """Returns the new name, and whether the axes in the file are PyTorch's."""
     if not (fitting := self.fitting(name)):
       return name, False
     key, value = fitting[0], self.rules[fitting[0]]

@@ -36,9 +36,7 @@ def network():
 
 
 def save(model, path):
-  named = Names(model).in_file(model.weight_names)
-  values = {n: v.numpy().T if turned else v.numpy() for n, (v, turned) in named.items()}
-  safetensors_files.write(str(path), values)
+  safetensors_files.write(str(path), Names(model).in_file(getattr(model, "weight_names", {})))
 
 
 def computed(weights, tokens):
@@ -119,6 +117,65 @@ def test_a_damaged_file_is_one_line(tmp_path, part):
   path.write_bytes(path.read_bytes()[part])
   with pytest.raises(ConfigError, match=r"^'.*' cannot be read \(.*\); it is damaged or"):
     WarmStart(path=str(path)).load(network())
+
+
+KERNEL, BIAS = np.ones([3, 1], np.float32), np.zeros(1, np.float32)
+
+
+@pytest.mark.parametrize(
+  ("held", "line"),
+  [
+    ({"kernel": KERNEL * np.nan}, r"has NaN in the value of '.*head/kernel:0'; give another"),
+    ({"kernel": KERNEL.astype(np.int8)}, r"head/kernel' is int8 \[3, 1\]; in the model it is f"),
+    (
+      {"kernel": KERNEL, "lora_kernel_a": KERNEL},
+      r"'head/lora_kernel_a' changes what its layer computes, and the model's layer has no LoRA",
+    ),
+  ],
+)
+def test_a_file_that_would_give_another_model_is_refused(held, line, tmp_path):
+  path = tmp_path / "a.safetensors"
+  safetensors.numpy.save_file({f"head/{name}": value for name, value in held.items()}, path)
+  model = toys.network([3], keras.layers.Dense(1, name="head"))
+  before = [weight.numpy() for weight in model.weights]
+  with pytest.raises(ConfigError, match=line):
+    WarmStart(path=str(path)).load(model)
+  for weight, value in zip(model.weights, before, strict=True):
+    np.testing.assert_array_equal(weight, value)
+
+
+def test_an_output_layer_of_its_own_does_not_fit_a_tied_model(tmp_path):
+  path, given = tmp_path / "model.safetensors", network()
+  save(given, path)
+  weights, read = safetensors.numpy.load_file(path), network()
+  weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+  safetensors.numpy.save_file(weights, path)
+  assert WarmStart(path=str(path)).load(read).count("only in the file") == 1
+  weights["lm_head.weight"] = weights["lm_head.weight"] + 1
+  safetensors.numpy.save_file(weights, path)
+  with pytest.raises(ConfigError, match=r"'lm_head\.weight', an output layer of its own"):
+    WarmStart(path=str(path)).load(read)
+
+
+def test_the_index_says_which_file_counts(tmp_path):
+  for number, value in enumerate((0, 1)):
+    held = {"head/kernel": KERNEL + value, "head/bias": BIAS + value}
+    safetensors.numpy.save_file(held, tmp_path / f"{number}.safetensors")
+  index = tmp_path / "model.safetensors.index.json"
+  model = toys.network([3], keras.layers.Dense(1, name="head"))
+  index.write_text(
+    json.dumps({"weight_map": {"head/kernel": "0.safetensors", "head/bias": "1.safetensors"}})
+  )
+  WarmStart(path=str(tmp_path), strict=True).load(model)
+  np.testing.assert_array_equal(np.concatenate([np.ravel(w) for w in model.weights]), [1, 1, 1, 1])
+  index.write_text(json.dumps({"weight_map": {"gone": "0.safetensors"}}))
+  with pytest.raises(
+    ConfigError, match=r"has 'gone' in '0\.safetensors', which lacks it; give the"
+  ):
+    WarmStart(path=str(tmp_path)).load(model)
+  safetensors.numpy.save_file({"head/kernel": KERNEL + 7}, tmp_path / "model.safetensors")
+  WarmStart(path=str(tmp_path)).load(model)  # as transformers does
+  np.testing.assert_array_equal(model.weights[0], KERNEL + 7)
 
 
 @loopwright.register

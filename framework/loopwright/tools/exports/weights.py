@@ -22,7 +22,6 @@ def export_weights(model_dir: str) -> str:
   if os.path.isdir(path):
     raise ConfigError(f"{path!r} is a folder, where the file must be; move it away.")
   model = from_config.load(model_dir).model
-  named = Names(model).in_file(getattr(model, "weight_names", {}))
-  values = {name: (variable.numpy(), turned) for name, (variable, turned) in named.items()}
-  safetensors_files.write(path, {n: v.T if turned else v for n, (v, turned) in values.items()})
-  return f"{path}: {len(values)} variables, {sum(v.size for v, _ in values.values()):,} parameters"
+  values = Names(model).in_file(getattr(model, "weight_names", {}))
+  safetensors_files.write(path, values)
+  return f"{path}: {len(values)} variables, {sum(v.size for v in values.values()):,} parameters"
