@@ -1,4 +1,4 @@
-"""Every optimizer of both Kerases, trained in eight ways, beside a plain loop.
+"""Every optimizer of both Kerases, trained in nine ways, beside a plain loop.
 
   uv run python -m benchmarks.optimizer_matrix    # says where docs/optimizer-matrix.md is wrong
 
@@ -60,8 +60,10 @@ WAYS = {
   "restart": "restart",
   "warm": "warm start",
   "ema": "EMA",
+  "central": "central storage",
 }
 REFUSED = {
+  "central": "whose weight decay cannot be applied to variables that replicas share",
   "sharded": "is not known to treat every element alike",
   "ema": "averages the weights itself",
 }
@@ -228,11 +230,14 @@ class Networks(Task):
       step.update(loss, batch, optimizer=name)
 
 
-def trainer_of(task: Networks, replicas: int, **options: Any) -> Trainer:
-  """Returns a trainer on so many logical CPUs."""
+def trainer_of(task: Networks, replicas: int, *, central: bool = False, **options: Any) -> Trainer:
+  """Returns a trainer on so many logical CPUs; `central`: whose variables are on one of them."""
   shares = replicas * options.get("accumulation_steps", 1)
+  strategy = strategy_of(replicas)
+  if central:
+    strategy = factories.central_storage(devices=[f"CPU:{at}" for at in range(replicas)])
   return Trainer(
-    task=task, strategy=strategy_of(replicas), global_batch_size=BATCH, optimizer=task.optimizers(),
+    task=task, strategy=strategy, global_batch_size=BATCH, optimizer=task.optimizers(),
     dataset_fn=lambda position: datasets.train_dataset(
       task.source("train"), global_batch_size=BATCH, position=position, shuffle=False,
       pad_multiple=shares,
@@ -344,7 +349,7 @@ def _beside_plain(
   trainer = _trained(task, replicas, **options)
   wanted = [plain(entry)[STEPS] for entry in entries]
   lines = []
-  for copy in range(replicas):
+  for copy in range(1 if options.get("central") else replicas):
     lines += _apart(entries, weights_of(task, copy), wanted, TOLERANCE)
   return lines + _evaluated(trainer, task, entries)
 
@@ -436,9 +441,11 @@ TRIALS: dict[str, Callable[[Sequence[Entry]], list[str]]] = {
   "restart": _restart,
   "warm": _warm,
   "ema": _ema,
+  "central": lambda entries: _beside_plain(entries, 2, central=True),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
   "sharded": {"shard_optimizer_state": True}, "ema": {"ema_decay": DECAY},
+  "central": {"central": True},
 }  # fmt: skip
 
 

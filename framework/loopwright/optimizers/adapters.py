@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-import keras
 import tensorflow as tf
 
 from loopwright.distribution import placement
@@ -84,7 +83,7 @@ class Optimizer:
     if is_elementwise(self.optimizer):
       return  # its slots are constants at first
     new = self._factory()
-    new.build([v if isinstance(v, keras.Variable) else models.raw(v) for v in self.variables])
+    rule.built(new, self.variables)
     for old, value in zip(self.optimizer.variables, new.variables, strict=True):
       models.raw(old).assign(models.raw(value).read_value())
 

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 import tf_keras  # executed when something of it is used
 
+from loopwright.distribution import placement
 from loopwright.errors import ConfigError
 from loopwright.graphs.aliases import Gradient, TensorLike, Variable
 from loopwright.host import lazy_keras
@@ -134,6 +135,12 @@ class Keras3(Rule):
     # Keras has no public switch; a test in tests/unit/optimizers/test_optimizers.py watches this.
     self.optimizer._all_reduce_sum_gradients = list
     self.optimizer.build(self.variables)
+    product = getattr(self.optimizer, "_u_product", None)
+    if product is not None and placement.here().shares_variables:
+      # Nadam's, which every replica assigns: see TfKeras._build.
+      self.optimizer._u_product = keras.Variable(
+        product, trainable=False, name=product.name, aggregation="only_first_replica"
+      )
 
   def learning_rate(self) -> tf.Tensor:
     """See `Rule`."""

@@ -40,7 +40,7 @@ def test_groups_are_equal_to_an_optimizer_for_each_variable(way):
 
 
 @pytest.mark.parametrize("way", matrix.WAYS)
-@pytest.mark.fast(way=["warm"])
+@pytest.mark.fast(way=["warm", "central"])
 def test_those_with_odd_state_are_equal_to_a_plain_loop(way):
   entries = [
     e for e in matrix.ENTRIES
