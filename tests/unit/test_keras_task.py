@@ -572,6 +572,25 @@ def test_masks_of_several_outputs_are_refused(tmp_path):
     run_task(task, tmp_path, mode="train")
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("batch", [4, 20])
+def test_an_evaluation_is_the_mean_over_all_valid_labels(replicas, batch, mirrored):
+  """Keras's depends on the batch size: the means of batches, weighted by their rows."""
+  rng = np.random.default_rng(0)
+  x, y = rng.normal(size=[20, 5, 3]).astype(np.float32), rng.integers(0, 4, [20, 5])
+  y[rng.random([20, 5]) < 0.4] = -100
+  model = keras.Sequential([keras.Input([5, 3]), keras.layers.Dense(4)])
+  loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-100)
+  model.compile("sgd", loss)
+  scores = x.astype(np.float64) @ model.get_weights()[0]
+  losses = np.log(np.exp(scores).sum(-1)) - np.take_along_axis(scores, y[..., None] % 4, -1)[..., 0]
+  strategy = mirrored(replicas) if replicas > 1 else factories.default()
+  task = loopwright.from_keras(model, x, y, validation_data=(x, y))
+  made(task, strategy)
+  found = evaluated_by(task, strategy, batch=batch)["loss"]
+  assert found == pytest.approx(losses[y >= 0].mean(), rel=1e-6)
+
+
 # ---- Rows that a layer, a loss or a metric counts otherwise ----
 
 
