@@ -1,5 +1,5 @@
 # Common chores, one word each; all need uv alone.
-RUN = uv run
+RUN = uv run --group dev
 
 .PHONY: lint format types tests ci everything site benchmarks constraints sbom
 lint:  ## linter, formatter and import contracts, without changes
