@@ -74,3 +74,7 @@ def __getattr__(name: str) -> Any:
   if name in __all__:
     return registry.load("public", name)
   raise AttributeError(f"module 'loopwright' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

@@ -251,7 +251,7 @@ class Placement:
     """
     if self.joins_processes or self.cluster.size > 1:
       return
-    if (tasks := _tasks_in(environ)) > 1:
+    if (tasks := tasks_in(environ)) > 1:
       raise ConfigError(
         f"TF_CONFIG names {tasks} processes, but run.strategy makes {self.name}, which trains in "
         "one; set run.strategy = @multi_worker_mirrored or @parameter_server, or remove TF_CONFIG "
@@ -320,7 +320,7 @@ def made(strategy: Any) -> tf.distribute.Strategy | Server:
   return found
 
 
-def _tasks_in(environ: Mapping[str, str]) -> int:
+def tasks_in(environ: Mapping[str, str]) -> int:
   """Returns the number of tasks of TF_CONFIG; 0 if it is missing or wrong."""
   try:
     config = json.loads(environ.get("TF_CONFIG", "{}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,6 +11,7 @@ from absl import logging
 from tensorflow.python.distribute import distribute_lib
 
 from loopwright import registry
+from loopwright.distribution import placement
 from loopwright.distribution.placement import Placement, register
 from loopwright.errors import ConfigError, require_integer, unknown
 
@@ -62,13 +64,24 @@ def auto(
 ) -> tf.distribute.Strategy:
   """Every GPU mirrored; without a GPU, the CPU, split into `cpu_replicas` logical devices.
 
+  If TF_CONFIG names several processes, as with --local_workers, it is `multi_worker_mirrored`.
+
   Args:
     cpu_replicas: the number of logical CPUs without a GPU.
-    cross_device_ops: with several replicas; see docs/reduction.md.
+    cross_device_ops: with several replicas of one process; see docs/reduction.md.
 
   Raises:
-    ConfigError: an unknown op, or an op that does not work on these devices.
+    ConfigError: `cpu_replicas` beside several processes; an unknown op, or an op that does not work
+      on these devices.
   """
+  if (tasks := placement.tasks_in(os.environ)) > 1:
+    if cpu_replicas > 1:
+      raise ConfigError(
+        f"auto.cpu_replicas is {cpu_replicas}, but TF_CONFIG names {tasks} processes, each with "
+        "one replica on its CPU; remove one of the two."
+      )
+    logging.info("strategy auto: multi_worker_mirrored, as TF_CONFIG names %d processes", tasks)
+    return registry.load("strategy", "multi_worker_mirrored")()
   # Physical devices first: listing logical ones initialises them, and the CPU can no longer be
   # split.
   gpus = logical("GPU") if tf.config.list_physical_devices("GPU") else []

@@ -1,3 +1,4 @@
+import json
 import logging as python_logging
 
 import pytest
@@ -6,6 +7,7 @@ import tensorflow as tf
 from loopwright.distribution import placement
 from loopwright.errors import ConfigError
 from loopwright.strategies import factories
+from loopwright.strategies.workers import strategy as workers
 
 
 def test_default_is_no_distribution():
@@ -76,6 +78,17 @@ def test_auto_says_what_it_took(caplog):
   assert "cross-device ops auto: reduction_to_one_device, measured fastest on logical CPUs" in said
   assert "strategy auto: mirrored over 3 logical CPUs (auto.cpu_replicas)" in said
   assert "strategy auto: one_device on the CPU, no GPU is visible to TensorFlow" in said
+
+
+def test_auto_is_one_worker_of_the_several_that_tf_config_names(monkeypatch):
+  cluster = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 0}}
+  monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+  monkeypatch.setattr(workers, "multi_worker_mirrored", lambda: "two workers")
+  assert factories.auto() == "two workers"
+  with pytest.raises(
+    ConfigError, match=r"auto\.cpu_replicas is 3, but TF_CONFIG names 2 processes"
+  ):
+    factories.auto(cpu_replicas=3)
 
 
 def test_auto_on_a_machine_without_gpu():
