@@ -109,6 +109,6 @@ DEFECTS = {
     without="run.train_steps = 100\n",
     kind="complete",
     place="",
-    says="run.train_steps is not set; it must be int. Add `run.train_steps = ...`.",
+    says="neither run.train_steps nor run.train_epochs is set; add one of them.",
   ),
 }

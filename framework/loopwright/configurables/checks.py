@@ -263,14 +263,14 @@ def _missing(use: Use, graph: Graph) -> Iterator[Mistake]:
 
 def _not_one(use: Use, graph: Graph) -> Iterator[Mistake]:
   """Yields a mistake if none, or several, of parameters that exclude each other are set."""
-  names = either_of(table.entry(use.name).wrapped)
   values = graph.values(use.scope, use.name)
-  chosen = [name for name in names if values.get(name) is not None]
-  if names and len(chosen) != 1:
-    told = "neither" if not chosen else "both"
-    both = (" nor " if not chosen else " and ").join(f"{use.name}.{name}" for name in names)
-    verb = "is set; add" if not chosen else "are set; keep"
-    yield Mistake("complete", "", ConfigError(f"{told} {both} {verb} one of them."))
+  for names in either_of(table.entry(use.name).wrapped):
+    chosen = [name for name in names if values.get(name) is not None]
+    if len(chosen) != 1:
+      told = "neither" if not chosen else "both"
+      both = (" nor " if not chosen else " and ").join(f"{use.name}.{name}" for name in names)
+      verb = "is set; add" if not chosen else "are set; keep"
+      yield Mistake("complete", "", ConfigError(f"{told} {both} {verb} one of them."))
 
 
 def _unused(history: Sequence[Binding], graph: Graph) -> list[Binding]:

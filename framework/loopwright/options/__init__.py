@@ -8,10 +8,11 @@ A group is checked when it is made. `loopwright.runs.runner.Options` is all of t
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypeVar
 
-from loopwright.errors import ConfigError, require_integer, suggest, unknown
+from loopwright.errors import ConfigError, require_integer, require_positive, suggest, unknown
 from loopwright.options import declaration
 from loopwright.options.declaration import (
   COMPUTES,
@@ -35,7 +36,7 @@ Parameters = ParamSpec("Parameters")
 OF_FIT: Mapping[str, str] = {
   "callbacks": "run(actions=[lw.KerasCallback(callback=...)]), or what docs/actions.md has for it.",
   "batch_size": "set run(global_batch_size=...).",
-  "epochs": "set run(train_steps=...), in steps.",
+  "epochs": "set run(train_epochs=...), or train_steps.",
   "shuffle": "set run(shuffle=...).",
   "x": "give it to from_keras(), or read it in Task.source.",
 }
@@ -154,11 +155,61 @@ class Evaluation(Group):
   ] = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cadence(Group):
-  """When a run evaluates, saves and ends."""
+def _above_zero(name: str, epochs: float) -> None:
+  require_positive(name, epochs, unit="epochs")
 
-  train_steps: Annotated[int, "the step at which training ends.", free("the run ends there"), COUNT]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Length(Group):
+  """Where a run ends: exactly one of both is set."""
+
+  either: ClassVar = ("train_steps", "train_epochs")
+
+  train_steps: Annotated[
+    int | None,
+    "the step at which training ends; or set `train_epochs`.",
+    free("the run ends there"),
+    COUNT,
+  ] = None
+  train_epochs: Annotated[
+    float | None,
+    "how often the run reads the training examples, instead of `train_steps`; the last step of an "
+    "epoch that the batch size does not divide counts as one.",
+    free("the run ends there"),
+    Check(_above_zero),
+  ] = None
+
+  def steps(self, examples: int | None, batch_size: int) -> int:
+    """Returns the step at which training ends.
+
+    Args:
+      examples: in the training source; None if it does not know.
+      batch_size: the global one.
+
+    Raises:
+      ConfigError: not exactly one of both is set; or epochs of a source without an end.
+    """
+    if self.train_steps is not None and self.train_epochs is not None:
+      raise ConfigError(
+        f"received both run.train_steps={self.train_steps} and "
+        f"run.train_epochs={self.train_epochs}; choose one."
+      )
+    if self.train_epochs is None:
+      if self.train_steps is None:
+        raise ConfigError("run has neither train_steps nor train_epochs; set one of them.")
+      return self.train_steps
+    if examples is None:
+      raise ConfigError(
+        f"run.train_epochs is {self.train_epochs}, but the training source has no number of "
+        "examples; set run.train_steps instead."
+      )
+    return math.ceil(self.train_epochs * examples / batch_size - 1e-9)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Intervals(Group):
+  """How often a run evaluates and saves."""
+
   steps_per_loop: Annotated[
     int,
     "steps in one call of the compiled loop; the host gets metrics after each call.",
@@ -186,6 +237,13 @@ class Cadence(Group):
     free("saves there; asked as `run.steps_per_loop` is"),
     COUNT,
   ] = 1000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cadence(Intervals):
+  """When a run evaluates, saves and ends, at `train_steps`."""
+
+  train_steps: int
 
   def next_evaluation(self, step: int) -> int:
     """Returns the step of the first evaluation after `step`."""

@@ -101,10 +101,11 @@ def declared(target: Callable[..., Any]) -> dict[str, Option]:
   }
 
 
-def either_of(target: Callable[..., Any]) -> Sequence[str]:
-  """Returns the options of which exactly one must be set, if there are such."""
+def either_of(target: Callable[..., Any]) -> list[Sequence[str]]:
+  """Returns groups of options, of each of which exactly one must be set."""
   group = _group(target)
-  return () if group is target else getattr(group, "either", ())
+  kinds = () if group is target else getattr(group, "__mro__", ())
+  return [vars(each)["either"] for each in kinds if "either" in vars(each)]
 
 
 def rule_of(target: Callable[..., Any], parameter: str) -> Rule | None:

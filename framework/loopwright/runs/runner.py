@@ -22,6 +22,7 @@ from loopwright.flight import Flight
 from loopwright.graphs import randomness
 from loopwright.host import nvidia
 from loopwright.host.urls import is_url
+from loopwright.inputs.sources import main_source
 from loopwright.observers import Observer
 from loopwright.optimizers.adapters import Optimizers
 from loopwright.options import (
@@ -31,6 +32,8 @@ from loopwright.options import (
   Gpus,
   Group,
   Hangs,
+  Intervals,
+  Length,
   Numerics,
   facts,
   taking,
@@ -44,6 +47,7 @@ from loopwright.runs.session import Session
 from loopwright.runs.start_record import examples, started
 from loopwright.strategies import factories
 from loopwright.task import Task
+from loopwright.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +117,7 @@ class Job(Group):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Gpus, Numerics, Hangs, Evaluation, BatchSize, Cadence, Job):
+class Options(Gpus, Numerics, Hangs, Evaluation, BatchSize, Intervals, Length, Job):
   """Everything that `run` takes; the last base class comes first in its signature."""
 
   shuffle: Annotated[
@@ -216,12 +220,14 @@ def run(given: Options) -> dict[str, float]:
     observers = _observers(chosen, at.folder, ledger=given.ledger, training=training)
     trainer = recipe.trainer(task, chosen, observers=observers)
     evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
+    cadence = given.part(Cadence, train_steps=_train_steps(given, trainer))
     if training:
+      start.train_steps = cadence.train_steps
       if clusters.WORKERS in os.environ:
         registry.load("part", "require_any_size")(trainer, given.per_replica_batch_size)
       start.require_data(examples(trainer, evaluator))
     session = Session(
-      trainer=trainer, evaluator=evaluator, place=at, cadence=given.part(Cadence), assets=learned,
+      trainer=trainer, evaluator=evaluator, place=at, cadence=cadence, assets=learned,
       keep_checkpoints=given.keep_checkpoints, hangs=given.part(Hangs),
       actions=given.actions if training else (), start=start if training else None, flight=flight,
       hooks=hooks,
@@ -245,9 +251,17 @@ def _compile_cache(given: Options, *, training: bool) -> list[Any]:
   return [made] if made else []
 
 
+def _train_steps(given: Options, trainer: Trainer) -> int:
+  """Returns the step at which training ends."""
+  length, examples = given.part(Length), None
+  if length.train_epochs is not None and trainer.source is not None:
+    examples = getattr(main_source(trainer.source()), "num_examples", None)
+  return length.steps(examples, trainer.global_batch_size)
+
+
 def _facts(given: Options) -> dict[str, Any]:
   """Returns what must be the same on all workers, by name."""
-  groups = (BatchSize, Cadence, Numerics, Evaluation, Hangs)
+  groups = (BatchSize, Length, Intervals, Numerics, Evaluation, Hangs)
   of = type(given.task) if isinstance(given.task, Task) else given.task
   name = f"{getattr(of, '__module__', '')}.{getattr(of, '__qualname__', of)}"
   own = {"task": name, "run.keep_checkpoints": given.keep_checkpoints}

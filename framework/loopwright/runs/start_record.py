@@ -41,9 +41,10 @@ class Start:
     config: name -> value of what must stay if the run goes on.
     changes_task: whether the config of the task, or of what only it uses, differs from the process
       before.
+    train_steps: the step at which training ends, once that is known.
   """
 
-  changes_task = False
+  changes_task, train_steps = False, 0
 
   def __init__(self, *, task: Task, options: Group, global_batch_size: int, model_dir: str) -> None:
     """Describes the config; `options` are those of `run` (host)."""
@@ -83,7 +84,7 @@ class Start:
       ConfigError: a `Mixture` shares out otherwise what is consumed, or has too little of a part.
     """
     position, step = int(trainer.position.numpy()), int(trainer.global_step.numpy())
-    steps = max(0, vars(self._options)["train_steps"] - step)
+    steps = max(0, self.train_steps - step)
     for name, (mixture, ratio) in mixtures(trainer.source() if trainer.source else None).items():
       self._require_shares(name, mixture, position * ratio)
       mixture.require_enough((position + steps * trainer.global_batch_size) * ratio)
@@ -104,7 +105,7 @@ class Start:
     history.append(
       self._model_dir, start=self.name, step=step, task=self._task, config=self.config,
       data=self._data, in_use=self._in_use,
-      train_steps=vars(self._options)["train_steps"],
+      train_steps=self.train_steps,
     )  # fmt: skip
 
 

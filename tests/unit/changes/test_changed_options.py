@@ -211,9 +211,22 @@ def _is_seen(option, after, folder, metrics, record):
   return True
 
 
+def test_more_epochs_go_on(tmp_path):
+  def epochs(number):
+    return "run.train_steps = ", f"run.train_epochs = {number}"
+
+  start(tmp_path / "whole", *epochs(2))
+  end = lines(tmp_path / "whole")[-1]["step"]
+  start(tmp_path / "parts", *epochs(1))
+  assert lines(tmp_path / "parts")[-1]["step"] == -(-end // 2)
+  start(tmp_path / "parts", *epochs(2))
+  for one, other in zip(*(weights(tmp_path / n, end) for n in ("whole", "parts")), strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
 def test_every_option_has_a_rule_and_is_tried():
   table.register_all()
-  tried = {option for option, *_ in OPTIONS}
+  tried = {option for option, *_ in OPTIONS} | {"run.train_epochs"}  # the test below
   names = [f"{of}.{p}" for of in ("run", "Trainer", "Reduction", "fixed")
            for p in table.parameters(of)]  # fmt: skip
   assert not {*names} - tried, "add a case to OPTIONS"
