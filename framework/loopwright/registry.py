@@ -73,12 +73,11 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.tools.exports.action": "Export",
     "loopwright.tools.forensics.action": "StopOnNonFinite",
     "loopwright.tools.forensics.spikes": "Spikes",
-    "loopwright.tools.trackers.csv_file": "CSVFile",
     "loopwright.trainer": "Trainer",
   },
   "command": {
     "loopwright.commands.launching": "train=run evaluate=run export=run replay=run verify=run "
-    "tune=run memory=run check=run",
+    "tune=run check=run",
     "loopwright.commands.sweep": "sweep=run",
     "loopwright.commands.repeat": "repeat=run",
     "loopwright.commands.options": "options=run",
@@ -86,7 +85,6 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.tools.report": "report=run",
     "loopwright.tools.runs.diff": "diff=run",
     "loopwright.tools.goodput": "goodput=run",
-    "loopwright.commands.average": "average=run",
     "loopwright.commands.push": "push=run",
     "loopwright.commands.new": "new=run",
   },
@@ -112,8 +110,8 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.run_folder.nonfinite": "saved_state",
     "loopwright.run_folder.remote": "Remote local_copy",
     "loopwright.run_folder.snapshots": "Snapshots",
-    "loopwright.distribution.gpus": "peak_mib in_tf32 described_gpus=described "
-    "configure_gpus=configure warn_of_unseen_gpus=warn_of_unseen",
+    "loopwright.distribution.gpus": "peak_mib gpu_utilization=utilization in_tf32 "
+    "described_gpus=described configure_gpus=configure warn_of_unseen_gpus=warn_of_unseen",
   },
   "placement": {
     "loopwright.strategies.local": "_DefaultDistributionStrategy=Default "
@@ -130,9 +128,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.tools.exports.weights": "export_weights",
     "loopwright.tools.forensics.examine": "examine",
     "loopwright.tools.ledger.recorder": "Recorder",
-    "loopwright.tools.memory": "advice memory",
     "loopwright.tools.tune": "tune",
-    "loopwright.tools.tune_rate": "range_test",
   },
   "check": {
     f"loopwright.tools.verify.checks.{name}": f"{name}=check"
@@ -183,9 +179,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.tools.forensics.spikes": "Spikes",
   },
   "tracker": {
-    "loopwright.tools.trackers.csv_file": "CSVFile",
     "loopwright.tools.trackers.mlflow": "MLflow[mlflow]",
-    "loopwright.tools.trackers.prometheus": "Prometheus[prometheus]",
     "loopwright.tools.trackers.wandb": "WandB[wandb]",
   },
 }

@@ -329,7 +329,7 @@ class Trainer(AbstractTrainer):
 
   def state_metrics(self) -> dict[str, float]:
     """Returns metrics of the trainer's state, read once at the end of a loop (host)."""
-    return {**self.parts.metrics(), **self.counters.metrics(), **self.placement.memory}
+    return {**self.parts.metrics(), **self.counters.metrics(), **self.placement.usage}
 
   def replica_id(self) -> tf.Tensor:
     """Returns this replica's index among all that train, an int32 scalar (replica context)."""

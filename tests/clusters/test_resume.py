@@ -112,7 +112,13 @@ def folder(whole, tmp_path):
 
 def log_of(folder):
   """The records of metrics.jsonl, without what is a time."""
-  times = ("wall_time", "steps_per_second", "examples_per_second", "input_wait_s")
+  times = (
+    "wall_time",
+    "steps_per_second",
+    "examples_per_second",
+    "input_wait_s",
+    "cpu_utilization",
+  )
   found = records(folder) if (folder / "metrics.jsonl").exists() else []
   return [{k: v for k, v in record.items() if k not in times} for record in found]
 

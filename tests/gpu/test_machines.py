@@ -46,8 +46,7 @@ def test_too_little_memory_is_one_line(tmp_path, machine):
   done = ran([*command, f"--model_dir={tmp_path / 'm'}"], **machine)
   last = done.stderr.strip().splitlines()[-1]
   assert (done.returncode, last.partition(": ")[0]) == (1, "failed"), done.stderr[-2000:]
-  assert "a device has too little memory: a step of 256 examples needs about" in last
-  assert "Trainer.accumulation_steps = 2 about" in last
+  assert "a device has too little memory; lower run.global_batch_size or raise" in last
 
 
 def test_bfloat16_is_refused_where_tensorflow_cannot_sum_it():

@@ -49,12 +49,12 @@ try:
 except loopwright.ConfigError as error:  # no weight was computed
   print(error, file=sys.stderr)
 place = placement.of(factories.auto())
-before = place.memory["gpu_memory_mib"]
+before = place.usage["gpu_memory_mib"]
 try:
   kept = tf.zeros([2**28])  # 1 GiB
 except tf.errors.ResourceExhaustedError:
   pass
-grown = place.memory["gpu_memory_mib"] - before
+grown = place.usage["gpu_memory_mib"] - before
 peaks = [gpus.peak_flops(place.devices, dtype) for dtype in ("float32", "bfloat16")]
 print(json.dumps({"grown": grown, "devices": place.devices, "peaks": peaks}))
 sys.stdout.flush()

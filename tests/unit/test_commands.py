@@ -275,7 +275,7 @@ def check(command):
         check_config(parsed.values.gin_file, parsed.values.gin_param)
       if parsed.command == "sweep":
         files, params = config_of(parsed.arguments, needed=True)
-        varied = space.read(parsed.values.vary, listed=parsed.values.sampler == "grid")
+        varied = space.read(parsed.values.vary)
         space.checked(files, params, varied)
     case ["launch.py", *arguments] | ["python", "launch.py", *arguments]:
       check_launch(arguments)

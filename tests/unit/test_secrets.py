@@ -49,7 +49,7 @@ def clean(monkeypatch, tmp_path):
 
 def config(*lines, steps=2):
   text = "run.task = @Uploading()\nrun.global_batch_size = 4\nrun.strategy = @one_device\n"
-  text += "run.actions = [@CSVFile(), @TensorBoard()]\n"
+  text += "run.actions = [@TensorBoard()]\n"
   Path("c.gin").write_text("\n".join([f"{text}run.train_steps = {steps}", *lines, ""]))
   return "c.gin"
 
@@ -243,10 +243,10 @@ def test_no_message_shows_a_secret_of_a_macro_or_under_a_mistyped_name(bindings,
 
 def test_no_secret_varies_in_a_sweep_and_none_is_in_its_study():
   with pytest.raises(ConfigError, match=r"--vary has U\.api_token, a secret, which a study would"):
-    space.read([f"U.api_token = ['{SECRET}', '{OTHER}']"], listed=False)
-  [dimension] = space.read(["run.seed = [0, 1]"], listed=False)
-  facts = space.checked([config(f"Uploading.api_token = '{SECRET}'")], [], [dimension])
-  assert facts.bindings["Uploading.api_token"] == repr(digest(SECRET))
+    space.read([f"U.api_token = ['{SECRET}', '{OTHER}']"])
+  [dimension] = space.read(["run.seed = [0, 1]"])
+  found = space.checked([config(f"Uploading.api_token = '{SECRET}'")], [], [dimension])
+  assert found["Uploading.api_token"] == repr(digest(SECRET))
 
 
 def test_options_show_its_digest(capsys):

@@ -149,8 +149,7 @@ def test_two_workers_train_as_one_process(installed):
 
 
 def test_a_sweep_trains_its_trials(installed):
-  vary = ("--vary=Waves.width = [4, 8]", "--sampler=grid")
-  said = installed.run("loopwright", "sweep", *STEPS, *vary)
+  said = installed.run("loopwright", "sweep", *STEPS, "--vary=Waves.width = [4, 8]")
   assert len(re.findall(r"^trial \d complete, loss \d\.\d+$", said, re.MULTILINE)) == 2
   trials = [f"runs/waves-sweep/trial-000{number}" for number in range(2)]
   assert len({installed.evaluation(trial)["loss"] for trial in trials}) == 2

@@ -17,7 +17,7 @@ from loopwright.run_folder.metrics_log import flatten, scalars
 
 _INSTEAD: Mapping[str, str] = {
   "BackupAndRestore": "nothing, as each run goes on by itself",
-  "CSVLogger": "lw.CSVFile()",
+  "CSVLogger": "nothing, metrics.jsonl has every value",
   "EarlyStopping": "lw.EarlyStopping(patience=...), with lw.BestCheckpoint() for the best weights",
   "LearningRateScheduler": "a schedule as learning_rate, such as @cosine_decay",
   "ModelCheckpoint": "lw.BestCheckpoint(), and run.checkpoint_every_steps",

@@ -87,11 +87,6 @@ COMMANDS: Mapping[str, Command] = {
   "tune": Command(
     "Finds the fastest settings, in a few minutes.", modes=("tune",), example="tune digits_cnn"
   ),
-  "memory": Command(
-    "Estimates the memory of each device.",
-    modes=("memory",),
-    example="memory digits_cnn --device_gib=16",
-  ),
   "check": Command(
     "Checks the config alone, without a device.",
     modes=("check_config",),
@@ -120,11 +115,6 @@ COMMANDS: Mapping[str, Command] = {
     "Compares two runs: bindings, data, versions, results.", "RUN RUN", example="diff runs/a runs/b"
   ),
   "goodput": Command("Tells where the wall time of a run went.", "RUN", example="goodput runs/a"),
-  "average": Command(
-    "Averages the weights of runs: a model soup.",
-    "RUN [RUN ...] --to=FOLDER",
-    example="average runs/a runs/b --to=runs/soup",
-  ),
   "push": Command(
     "Uploads a run that its store has not got whole.",
     "URL [URL ...]",
@@ -140,8 +130,6 @@ _OF_MODES: Mapping[str, Sequence[str]] = {
   "model_dir": (*MODES, "tune"),
   "accept_changes": MODES,
   **dict.fromkeys(("json", "only", "changed", "time"), ("verify",)),
-  "device_gib": ("memory",),
-  "learning_rate": ("tune",),
   "format": ("export",),
 }
 """Flags that are for some of the modes."""
@@ -280,12 +268,12 @@ def _require_no_flag(word: str, command: str, parser: Parser) -> None:
     for other, each in COMMANDS.items()
     if each.modes and {*each.modes} & {*_OF_MODES.get(name, ())} and command
   ]
+  hint = "bindings have no dashes, as in keras.Adam.learning_rate=0.01"
   if others:
     told = f"`{command}` has no flag --{name}, but {', '.join(f'`{each}`' for each in others)}"
-    raise UsageError(f"{told}; bindings have no dashes, as in keras.Adam.learning_rate=0.01")
-  raise UsageError(
-    f"unknown flag --{name}.{suggest(f'--{name}', [f'--{n}' for n in parser.names])}"
-  )
+    raise UsageError(f"{told}; {hint}")
+  near = suggest(f"--{name}", [f"--{n}" for n in parser.names])
+  raise UsageError(f"unknown flag --{name}.{near}" if near else f"unknown flag --{name}; {hint}")
 
 
 def _add_config(command: str, values: argparse.Namespace, arguments: Sequence[str]) -> None:
@@ -314,8 +302,7 @@ def _define_run_flags(parser: Parser, modes: Sequence[str]) -> None:
   no_workers = Workers.read("0")
   parser.set_defaults(
     model_dir=None, local_workers=no_workers, local_ps=0, max_restarts=0, json=None,
-    device_gib=None, learning_rate=False, accept_changes=False, format="savedmodel", only=None,
-    changed=False, time=False,
+    accept_changes=False, format="savedmodel", only=None, changed=False, time=False,
   )  # fmt: skip
   if "model_dir" in takes:
     told = "The run folder, or its URL; default: runs/<name of the first gin file>."
@@ -334,11 +321,6 @@ def _define_run_flags(parser: Parser, modes: Sequence[str]) -> None:
     told = "Only what failed in the report of --json, or all if the task or its config has changed."
     parser.switch("changed", told)
     parser.switch("time", "Print each group's share of the time.")
-  if "device_gib" in takes:
-    parser.number("device_gib", None, "For --mode=memory: GiB of one device, to show what fits.")
-  if "learning_rate" in takes:
-    told = "For --mode=tune: a range test of the learning rate instead."
-    parser.switch("learning_rate", told)
   if "format" in takes:
     told = "For --mode=export: safetensors writes <model_dir>/model.safetensors, weights alone."
     parser.choice("format", "savedmodel", ["savedmodel", "safetensors"], told)
@@ -352,7 +334,7 @@ def _check_flags(values: argparse.Namespace) -> None:
     raise UsageError("no gin file; add one, for example --gin_file=configs/digits_cnn.gin")
   if values.model_dir == "":
     raise UsageError("--model_dir is empty; give a folder, or leave the flag out")
-  for name in ("json", "only", "changed", "time", "device_gib", "learning_rate", "format"):
+  for name in ("json", "only", "changed", "time", "format"):
     value, [mode] = getattr(values, name), _OF_MODES[name]
     if value not in (None, False, "savedmodel") and values.mode != mode:
       told = f"--{name}" if value is True else f"--{name}={value}"

@@ -1,10 +1,8 @@
 """Trains, evaluates, exports, replays or examines a config: flags -> gin -> loopwright.run."""
 
 import argparse
-import contextlib
 import functools
 import os
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,14 +21,9 @@ def run(parsed: Parsed) -> int:
   model_dir = default if values.model_dir is None else values.model_dir
   if values.local_workers:
     return launch_local(values, model_dir)
-  show = functools.partial(print, flush=True)
   if values.mode == "tune":
-    chosen = registry.load("tool", "range_test" if values.learning_rate else "tune")
-    chosen(values.gin_file, values.gin_param, model_dir=model_dir, show=show)
-    return 0
-  if values.mode == "memory":
-    memory = registry.load("tool", "memory")
-    memory(values.gin_file, values.gin_param, device_gib=values.device_gib, show=show)
+    show = functools.partial(print, flush=True)
+    registry.load("tool", "tune")(values.gin_file, values.gin_param, model_dir=model_dir, show=show)
     return 0
   if values.mode == "export" and values.format == "safetensors":
     print(registry.load("tool", "export_weights")(model_dir))
@@ -51,23 +44,7 @@ def run(parsed: Parsed) -> int:
     return say(first_line(stop), 75)
   except Failed as failure:
     return say(f"failed: {first_line(failure)}", 1)
-  except Exception as error:
-    if line := when_full(error, values):
-      traceback.print_exc()
-      return say(f"failed: {line}", 1)
-    raise
   return 0
-
-
-def when_full(error: Exception, values: argparse.Namespace) -> str:
-  """Returns a line about a device with too little memory; "" for another error, or if unknown."""
-  from loopwright.host.failures import is_full
-
-  if not is_full(error) or "TF_CONFIG" in os.environ:  # other processes wait in a strategy
-    return ""
-  with contextlib.suppress(Exception):
-    return registry.load("tool", "advice")(values.gin_file, values.gin_param)
-  return ""
 
 
 def check_config(gin_files: Sequence[str], gin_params: Sequence[str]) -> int:

@@ -1,8 +1,6 @@
 """The parser of every command line: argparse, whose mistakes are one line."""
 
 import argparse
-import contextlib
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -61,17 +59,6 @@ class Parser(argparse.ArgumentParser):
         return int(text)
       to = f"from {at_least} to {at_most}" if at_most < _LIMIT else f"of at least {at_least}"
       raise ValueError(f"it must be a whole number {to}")
-
-    self.value(name, default, read, told)
-
-  def number(self, name: str, default: float | None, told: str) -> None:
-    """Adds a flag whose value is a number of at least 0."""
-
-    def read(text: str) -> float:
-      with contextlib.suppress(ValueError):
-        if 0 <= float(text) < math.inf:
-          return float(text)
-      raise ValueError("it must be a number of at least 0")
 
     self.value(name, default, read, told)
 

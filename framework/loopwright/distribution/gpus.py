@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
@@ -146,6 +148,43 @@ def peak_mib(names: Sequence[str]) -> float | None:
   info = tf.config.experimental.get_memory_info
   used = [info(name)["peak"] for name in names if _of(name)[0] is not None]
   return max(used) / 2**20 if used else None
+
+
+def utilization(names: Sequence[str]) -> float | None:
+  """Returns the share of the last second in which a kernel ran, as the driver has it (host).
+
+  The mean over the GPUs among these devices. None without the package nvidia-ml-py, or if the
+  driver does not say it, as of a part of a GPU (MIG).
+  """
+  if (found := _in_nvml(tuple(names))) is None:
+    return None
+  nvml, handles = found
+  try:
+    percents = [nvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles]
+  except nvml.NVMLError:
+    return None
+  return sum(percents) / len(percents) / 100
+
+
+@functools.cache
+def _in_nvml(names: tuple[str, ...]) -> tuple[Any, list[Any]] | None:
+  """Returns the driver's library, and a handle of each GPU: as CUDA numbers them, if all are alike.
+
+  None without the library.
+  """
+  try:
+    import pynvml
+  except ImportError:
+    return None
+  gpus = [gpu.name.rpartition(":")[2] for gpu, _ in map(_of, names) if gpu is not None]
+  try:
+    pynvml.nvmlInit()
+    entries = [nvidia.visible()[int(number)] for number in dict.fromkeys(gpus)]
+    by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+    handles = [by_index(int(e)) if e.isdecimal() else by_uuid(e) for e in entries]
+  except (pynvml.NVMLError, IndexError):
+    return None
+  return (pynvml, handles) if handles else None
 
 
 def _of(name: str) -> tuple[tf.config.PhysicalDevice | None, int | None]:

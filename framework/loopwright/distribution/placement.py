@@ -89,12 +89,17 @@ class Placement:
     return "GPU" if any("GPU" in name for name in self.devices) else "CPU"
 
   @property
-  def memory(self) -> dict[str, float]:
-    """Returns "gpu_memory_mib": the most that a GPU of this process has used so far; else {}."""
+  def usage(self) -> dict[str, float]:
+    """Returns what is known of the GPUs of this process, {} without any.
+
+    "gpu_memory_mib" is the most that one has used so far, "gpu_utilization" the share of the last
+    second in which they computed.
+    """
     if not any("GPU" in name for name in self.devices):
       return {}
-    peak_mib = registry.load("part", "peak_mib")(self.devices)
-    return {} if peak_mib is None else {"gpu_memory_mib": peak_mib}
+    parts = {"gpu_memory_mib": "peak_mib", "gpu_utilization": "gpu_utilization"}
+    found = {name: registry.load("part", part)(self.devices) for name, part in parts.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
   def on_host(self) -> contextlib.AbstractContextManager[None]:
     """What is made inside is on the host if replicas are on GPUs, else where it would be."""

@@ -16,7 +16,7 @@ _FULL = re.compile(
 )
 _WHEN_FULL = (
   "a device has too little memory; lower run.global_batch_size or raise Trainer.accumulation_steps "
-  "(--mode=memory shows what a step needs)"
+  "(docs/large-models.md says what else takes less)"
 )
 
 
@@ -50,11 +50,6 @@ def _of_batch(error: BaseException | None) -> str:
   found = [frame.f_locals.get("batch") for frame, _ in frames]
   batches = [list(batch) for batch in found if isinstance(batch, Mapping)]
   return f"; the batch has {', '.join(map(repr, batches[-1]))}" if batches else ""
-
-
-def is_full(error: BaseException) -> bool:
-  """Whether a device had too little memory."""
-  return bool(_FULL.search(str(error)))
 
 
 def place_of(error: BaseException) -> str:

@@ -12,7 +12,8 @@ REPORTED = (
   *REPORTED_BY_UPDATES,
   *("loss_scale", "skipped", "skipped_steps"),
   *("nonfinite_step", "input_wait", "input_wait_s", "examples_per_second", "steps_per_second"),
-  *("staleness", "communication", "communication_s", "gpu_memory_mib"),
+  *("staleness", "communication", "communication_s"),
+  *("gpu_memory_mib", "gpu_utilization", "cpu_utilization"),
   *("model_flops_per_s", "mfu"),
   *("step", "split", "wall_time"),
 )

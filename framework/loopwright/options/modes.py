@@ -8,5 +8,5 @@ Mode = Literal[
 """What `run` does."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 TRAINING_MODES: tuple[Mode, ...] = ("train", "train_and_evaluate")
-LAUNCH_MODES = (*MODES, "verify", "check_config", "tune", "memory")
-"""The values of launch.py's --mode: those of `run`, and four that only examine a config."""
+LAUNCH_MODES = (*MODES, "verify", "check_config", "tune")
+"""The values of launch.py's --mode: those of `run`, and three that only examine a config."""

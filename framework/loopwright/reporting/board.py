@@ -33,6 +33,7 @@ class Board:
   Attributes:
     metrics: those of the evaluation or training loop after which `Show` acts: name -> number, or
       an array as nested lists; the same on all workers.
+    pictures: (name, step, path) of the PNG files that this process has written.
   """
 
   def __init__(
@@ -55,6 +56,7 @@ class Board:
     self._writer = writer or tf.summary.create_noop_writer
     self._warned: set[str] = set()
     self.metrics: Mapping[str, object] = {}
+    self.pictures: list[tuple[str, int, str]] = []
 
   def image(self, name: str, image: TensorLike) -> None:
     """Shows one image, or several in a grid that is about as wide as high, in row order.
@@ -71,7 +73,8 @@ class Board:
     """
     pixels = self._pixels(name, _array(image))
     text = tf.io.encode_png(pixels).numpy()
-    self._write(name, "png", text)
+    if path := self._write(name, "png", text):
+      self.pictures.append((name, self._step(), path))
     with self._writer().as_default(step=np.int64(self._step())):
       tf.summary.image(name, pixels[np.newaxis])
 
@@ -123,12 +126,14 @@ class Board:
     with self._writer().as_default(step=np.int64(self._step())):
       tf.summary.text(name, np.array(text))
 
-  def _write(self, name: str, suffix: str, content: bytes) -> None:
+  def _write(self, name: str, suffix: str, content: bytes) -> str:
+    """Writes a file, on the chief; returns its path, or ""."""
     if self._model_dir is None:
-      return
+      return ""
     path = os.path.join(self._model_dir, layout.MEDIA, f"{name}-{self._step()}.{suffix}")
     tf.io.gfile.makedirs(os.path.dirname(path))
     files.atomic_write(path, content)
+    return path
 
   def _pixels(self, name: str, image: np.ndarray) -> np.ndarray:
     """Returns uint8 [h, w, c]."""

@@ -1,7 +1,6 @@
 """Where progress is live: lines with a bar, drawn again in place, on a terminal or in a notebook.
 
-Both kinds have `show`, `write` and `close`; a notebook also has curves. rich and IPython are
-imported at first use.
+Both kinds have `show`, `write` and `close`. rich and IPython are imported at first use.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from loopwright.reporting.curves import Curves
 from loopwright.reporting.progress import Line
 
 _BAR_COLUMNS = 10
@@ -45,23 +43,18 @@ class Terminal:
 
 
 class Notebook:
-  """Lines and curves in a cell's output, without widgets, so that a saved notebook keeps them."""
+  """Lines in a cell's output, without widgets, so that a saved notebook keeps them."""
 
   def __init__(self, stream: TextIO) -> None:
     self._stream = stream
     self._handle: Any = None
     self._lines: Sequence[Line] = ()
-    self._curves = Curves()
 
   def show(self, lines: Sequence[Line], *, draw: bool = True) -> None:
     """Replaces the lines; they appear now if `draw`, else with the next change."""
     self._lines = lines
     if draw:
       self._draw()
-
-  def point(self, name: str, step: int, value: float) -> None:
-    """Adds a point to a curve, which appears with the lines."""
-    self._curves.add(name, step, value)
 
   def write(self, text: str) -> None:
     """Writes below the lines."""
@@ -79,7 +72,7 @@ class Notebook:
       for line in self._lines
     ]
     text = "\n".join(line.text for line in self._lines)
-    data = {"text/plain": text, "text/html": "".join([*bars, self._curves.svg()])}
+    data = {"text/plain": text, "text/html": "".join(bars)}
     if self._handle is None:
       self._handle = display(data, raw=True, display_id=True)
     else:

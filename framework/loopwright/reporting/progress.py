@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from loopwright import errors, registry
 from loopwright.errors import ConfigError, suggest
@@ -151,8 +151,8 @@ class Progress:
     """
     self._total = total_steps
     self._stream = sys.stderr if stream is None else stream
-    self._has_curves = stream is None and is_notebook()
-    kind = "Notebook" if self._has_curves else "Terminal" if is_terminal(self._stream) else ""
+    in_cell = stream is None and is_notebook()
+    kind = "Notebook" if in_cell else "Terminal" if is_terminal(self._stream) else ""
     self._kind = registry.load("part", kind) if kind else None
     self._live: Terminal | Notebook | None = None
     self._every_secs = every_secs
@@ -174,7 +174,6 @@ class Progress:
     self._first = self._first or (step, now)
     line = self._line(step, now, values)
     if self._kind:
-      self._point("train loss", step, values.get("loss"))
       self._draw("train", Line(min(1.0, step / self._total), line))
     elif step >= self._total or now - self._printed_at >= self._every_secs:
       self._printed_at = now
@@ -213,9 +212,6 @@ class Progress:
     if self._lines.pop("eval", None) and self._live is not None:
       self._live.show([*self._lines.values()], draw=False)
     self._notice("eval", values)
-    for name, value in values.items():
-      if _last(name) == "loss":
-        self._point(f"eval {name}", step, value)
     self.message("  ".join([f"eval at step {step}", *self._shown(values)]))
 
   def message(self, text: str) -> None:
@@ -248,13 +244,6 @@ class Progress:
     self._awaited.discard(split)
     if not self._awaited and (line := self._choice.unknown(self._names)):
       self.message(f"warning: {line}")
-
-  def _point(self, name: str, step: int, value: Number | None) -> None:
-    """Adds a point to the curves of a notebook."""
-    if self._has_curves and self._kind is not None and value is not None:
-      notebook: Any = self._live or self._kind(self._stream)
-      self._live = notebook
-      notebook.point(name, step, value)
 
   def _draw(self, name: str, line: Line) -> None:
     """Replaces a live line; draws at most every `_REDRAW_SECS`, as a loop may be shorter."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 QUIET = (
   "loss_scale", "skipped_steps", "input_wait_s", "communication_s", "gradient_norm",
-  "learning_rate", "gpu_memory_mib", "model_flops_per_s",
+  "learning_rate", "gpu_memory_mib", "gpu_utilization", "cpu_utilization", "model_flops_per_s",
 )  # fmt: skip
 """Metrics in metrics.jsonl and TensorBoard that the progress line hides."""
 
@@ -108,6 +108,7 @@ class Reports(Hook):
       evaluates: whether the run has evaluations.
     """
     self._began_s, self._trainer, self._place = time.monotonic(), trainer, place
+    self._on_gpus, self._of_cpu = trainer.placement.on_gpus, 0.0
     self._train_steps, is_chief = train_steps, trainer.cluster.is_chief
     self.log = MetricsLog(os.path.join(place.folder, layout.METRICS), require=place.require)
     who = f"{type(trainer.task).__name__}.shown"
@@ -135,10 +136,20 @@ class Reports(Hook):
     self._choice.without = evaluator.weightless
     return self.writer("eval").as_default()
 
+  def loop_begins(self, step: int) -> None:
+    """Reads the clocks."""
+    self._clocks = time.process_time(), time.monotonic()
+
+  def loop_ends(self, step: int, output: Mapping[str, Any], traces: int) -> None:
+    """Finds this process's share of its cores over the loop."""
+    cpu_s, wall_s = time.process_time() - self._clocks[0], time.monotonic() - self._clocks[1]
+    self._of_cpu = cpu_s / max(wall_s, 1e-6) / _cores()
+
   def after(self, split: str, output: Mapping[str, Any]) -> None:
     """Reports the values of one loop or evaluation; see `Reporter` (host)."""
     self._place.require()  # else TensorBoard's writer makes a folder again that was removed
-    self._of[split].report(output)
+    more = {"cpu_utilization": self._of_cpu} if split == "train" and not self._on_gpus else {}
+    self._of[split].report({**output, **more})
 
   def is_unevaluated(self, step: int) -> bool:
     """Whether the log has no evaluation of a step (host)."""
@@ -179,3 +190,8 @@ class Reports(Hook):
       **more,
     )
     print(line)
+
+
+def _cores() -> int:
+  """Returns how many cores this process may use."""
+  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -114,26 +114,6 @@ class MetricsLog:
     parsed = (_parse(line) for line in self._lines())
     return [r for r in parsed if r is not None and split in (None, r.get("split"))]
 
-  def read_from(self, offset: int, *, most: int = 2**20) -> tuple[list[Record], int]:
-    """Returns the records of the whole lines from a byte offset on, and where they end (host).
-
-    For a reader that follows the file: the offset is 0 at first, and in each process.
-
-    Args:
-      most: about how many bytes to read at once.
-    """
-    if not tf.io.gfile.exists(self.path):
-      return [], offset
-    with tf.io.gfile.GFile(self.path, "rb") as file:
-      file.seek(offset)
-      content = file.read(most)
-    whole, end, _ = content.rpartition(b"\n")
-    if not end:
-      long = len(content) == most
-      return self.read_from(offset, most=2 * most) if long else ([], offset)
-    parsed = (_parse(line) for line in whole.split(b"\n"))
-    return [record for record in parsed if record is not None], offset + len(whole) + 1
-
   def trim(self, step: int, *, evaluation: bool = False) -> int:
     """Removes the records after `step`; a run that restarts there writes them again (host).
 

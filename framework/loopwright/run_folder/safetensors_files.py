@@ -134,12 +134,12 @@ def average(paths: Sequence[str], to: str) -> str:
     ConfigError: `to` exists; a file is missing or damaged, or has other variables than the first.
   """
   if os.path.exists(to) or not to.endswith(SUFFIX):
-    raise ConfigError(f"--to={to!r} must be a new file, and end in {SUFFIX}.")
+    raise ConfigError(f"to={to!r} must be a new file, and end in {SUFFIX}.")
   with contextlib.ExitStack() as stack:
     opened = []
     for path in paths:
       if (source := find(path)) is None:
-        raise ConfigError(f"{path!r} is no safetensors file; give files, and --to=NEW{SUFFIX}.")
+        raise ConfigError(f"{path!r} is no safetensors file; give files, and to=NEW{SUFFIX}.")
       with bounded.reading(source, "it is damaged or no safetensors file: give another"):
         opened.append(stack.enter_context(contents(source)))
     for path, other in zip(paths, opened, strict=True):

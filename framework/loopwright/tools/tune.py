@@ -6,7 +6,6 @@ bindings; task, input, strategy and Trainer are made from it as `run` makes them
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
@@ -14,7 +13,7 @@ import random
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -33,7 +32,6 @@ from loopwright.trainer import Trainer
 Bindings: TypeAlias = dict[str, Any]
 """What a candidate adds to the config: name -> value."""
 
-FILE = "tuned.gin"
 LOOP = "run.steps_per_loop"
 LONGEST_LOOP_S = 2.0
 """Longer loops gain nothing: the overhead of a loop is milliseconds."""
@@ -50,22 +48,6 @@ OPS: Mapping[str, type | None] = {
 ROUNDS, BLOCK_S = 9, 0.4
 ROUNDS_AT_LEAST = 4
 """A candidate that is slower in each of this many rounds is dropped."""
-
-
-class Option(NamedTuple):
-  """One candidate.
-
-  Attributes:
-    bindings: added to those of the best so far.
-    exact: True if gradients keep their precision; otherwise it is measured but never chosen.
-  """
-
-  bindings: Bindings
-  exact: bool = True
-
-  def __str__(self) -> str:
-    """Returns the bindings as gin writes them, on one line."""
-    return ", ".join(f"{name} = {value!r}" for name, value in self.bindings.items())
 
 
 class Ratio(NamedTuple):
@@ -91,24 +73,6 @@ class Ratio(NamedTuple):
     return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-Compare: TypeAlias = Callable[[Bindings, Bindings], Ratio]
-"""(best so far, candidate) -> relative speed of the candidate; may raise ConfigError."""
-
-
-class Tuned(NamedTuple):
-  """What tuning found.
-
-  Attributes:
-    bindings: what to add to the config; empty if nothing is faster.
-    ratio: speed with them relative to the original config, measured again at the end.
-    path: the gin file with the bindings.
-  """
-
-  bindings: Bindings
-  ratio: Ratio
-  path: str
-
-
 def tune(
   gin_files: Sequence[str],
   gin_params: Sequence[str] = (),
@@ -117,15 +81,12 @@ def tune(
   show: Callable[[str], None] = lambda text: None,
   rounds: int = ROUNDS,
   block_s: float = BLOCK_S,
-) -> Tuned:
-  """Measures alternatives to a config and writes the fastest to <model_dir>/tuned.gin (host).
+) -> tuple[Bindings, Ratio]:
+  """Measures alternatives to a config; writes the fastest bindings to <model_dir>/tuned.gin (host).
 
-  It reads and writes no checkpoint.
-
-  Args:
-    gin_files: as for `configurables.parse`, like `gin_params`.
-    rounds: rounds per candidate, 2 or more; in each, candidate and best have two turns.
-    block_s: minimum seconds that each runs in a round.
+  Returns the bindings, and the speed with them relative to the original config. It reads and writes
+  no checkpoint. There are `rounds` (2 or more) per candidate, in each of which candidate and best
+  have two turns, of at least `block_s` seconds together.
 
   Raises:
     ConfigError: a mistake in the config, or it is eager or for several processes.
@@ -137,71 +98,72 @@ def tune(
   places.require_writable(model_dir)
   contest = Contest(gin_files, gin_params, rounds=rounds, block_s=block_s)
   own = contest.contender({})
-  show(_described(own))
+  placed, compiled = own.trainer.placement, own.trainer.compiled
+  where = f"{placed.name} on {', '.join(placed.devices) or 'its devices'}"
+  xla = f"; XLA compiles {compiled}" if compiled else ""
+  show(f"original config: {1e3 * own.step_s:.3g} ms a step ({where}{xla})")
+  show("speed relative to the best so far, median and quartiles over rounds:")
   best = search(axes(own.trainer, own.step_s), contest.compare, show=show)
   ratio = contest.compare({}, best) if best else Ratio(1.0, 1.0, 1.0)
   if ratio.median < 1.0:  # each step seemed faster only by chance
     best, ratio = {}, Ratio(1.0, 1.0, 1.0)
   configurables.parse(gin_files, gin_params)
-  path = os.path.join(model_dir, FILE)
+  path = os.path.join(model_dir, "tuned.gin")
   command = " ".join(
     [f"--gin_file={file}" for file in (*gin_files, path)]
     + [f"--gin_param={shlex.quote(redaction.line(param))}" for param in gin_params]
   )
-  with tf.io.gfile.GFile(path, "w") as file:
-    file.write(_gin(best, ratio, own, command))
   if best:
-    show(f"best: {ratio} times as fast as the original config: {Option(best)}")
+    about = f"{ratio} times as fast as without these lines. Use: {command}"
+    show(f"best: {ratio} times as fast as the original config: {_line(best)}")
     show(f"written; use it with {command}")
   else:
+    about = "Nothing that was measured is clearly faster than the original config."
     show(f"nothing is clearly faster than the original config; {path} has no bindings")
-  return Tuned(best, ratio, path)
+  bound = [f"{name} = {value!r}" for name, value in best.items()]
+  with tf.io.gfile.GFile(path, "w") as file:
+    file.write("\n".join([f"# Written by --mode=tune, for {where}.", f"# {about}", *bound, ""]))
+  return best, ratio
 
 
 def search(
-  choices: Sequence[Sequence[Option]],
-  compare: Compare,
+  choices: Sequence[Sequence[Bindings]],
+  compare: Callable[[Bindings, Bindings], Ratio],
   *,
   show: Callable[[str], None] = lambda text: None,
 ) -> Bindings:
   """Returns the fastest bindings; tries one axis after the other, from the original config on.
 
-  Args:
-    choices: the axes; at most one option of each is taken.
-    compare: measures; a ConfigError means that the candidate cannot run.
+  At most one option of an axis is taken. `compare` gets the best so far and a candidate, and
+  returns the relative speed of the latter; its ConfigError means that the candidate cannot run.
   """
   best: Bindings = {}
   for options in choices:
     before = best
     for option in options:
-      candidate = {**before, **option.bindings}
+      candidate = {**before, **option}
       try:
         ratio = compare(best, candidate)
       except ConfigError as error:
-        show(f"  {option!s:55}  cannot run here: {errors.first_line(error)}")
+        show(f"  {_line(option):55}  cannot run here: {errors.first_line(error)}")
         continue
-      taken = ratio.is_clear and option.exact
-      verdict = "taken" if taken else "" if option.exact else "not chosen: it rounds gradients"
-      show(f"  {option!s:55}  {ratio}  {verdict}".rstrip())
-      best = candidate if taken else best
+      show(f"  {_line(option):55}  {ratio}{'  taken' * ratio.is_clear}")
+      best = candidate if ratio.is_clear else best
   return best
 
 
-def axes(trainer: Trainer, step_s: float) -> list[list[Option]]:
-  """Returns the options that may be faster than the config in force, whose trainer this is."""
-  found = [[Option({"Trainer.jit_compile": not trainer.parts.jit_compile})]]
+def axes(trainer: Trainer, step_s: float) -> list[list[Bindings]]:
+  """Returns what may be faster than the config in force, whose trainer this is."""
+  found: list[list[Bindings]] = [[{"Trainer.jit_compile": not trainer.parts.jit_compile}]]
   if trainer.strategy.num_replicas_in_sync > 1:
-    found += [_ways(trainer), _wires(trainer)]
+    found += [_ways(trainer)]
   return [*found, _loops(step_s)]
 
 
-def _ways(trainer: Trainer) -> list[Option]:
+def _ways(trainer: Trainer) -> list[Bindings]:
   """Returns every cross-device op with every packing, except the config's own pair."""
-  packing = trainer.parts.reduction.packing
-  packings: list[Bindings] = [
-    {},
-    {"Reduction.packing": "per_tensor" if packing == "flat" else "flat"},
-  ]
+  other = "per_tensor" if trainer.parts.reduction.packing == "flat" else "flat"
+  packings: list[Bindings] = [{}, {"Reduction.packing": other}]
   ops: list[Bindings] = [{}]
   own = trainer.placement.cross_device_op
   if own is not None:
@@ -210,42 +172,23 @@ def _ways(trainer: Trainer) -> list[Option]:
     ops += [
       {name: op} for op in OPS if op != in_use and factories.works(op, trainer.placement.devices)
     ]
-  return [Option({**op, **way}) for op in ops for way in packings if op or way]
+  return [{**op, **way} for op in ops for way in packings if op or way]
 
 
-def _wires(trainer: Trainer) -> list[Option]:
-  """Returns a narrower dtype (half the bytes), or none if the config already has one."""
-  if trainer.parts.reduction.wire_dtype is None:
-    return [Option({"Reduction.wire_dtype": "bfloat16"}, exact=False)]
-  return [Option({"Reduction.wire_dtype": None})]
-
-
-def _loops(step_s: float) -> list[Option]:
+def _loops(step_s: float) -> list[Bindings]:
   """Returns longer loops, up to where a loop ends anyway or its overhead no longer matters."""
   own = runs.bound("steps_per_loop")
   ends = [runs.bound(name) for name in ("train_steps", "checkpoint_every_steps")]
   most = min([MOST_STEPS_PER_LOOP, *ends, runs.bound("eval_every_steps") or MOST_STEPS_PER_LOOP])
-  longer = itertools.takewhile(
-    lambda steps: steps <= most and steps * step_s <= LONGEST_LOOP_S,
-    (own * 10**power for power in itertools.count(1)),
-  )
-  return [Option({LOOP: steps}) for steps in longer]
+  longer = (own * 10**power for power in range(1, 4))
+  return [{LOOP: n} for n in longer if n <= most and n * step_s <= LONGEST_LOOP_S]
 
 
 class Contender(NamedTuple):
-  """A trainer that has run its first steps.
-
-  Attributes:
-    trainer: made from the config and some bindings.
-    step_s: seconds per step.
-    start_s: seconds to make it and run its first step, with tracing and compiling.
-    input_s: seconds per step spent waiting for input.
-  """
+  """A trainer that has run its first steps, and seconds per step."""
 
   trainer: Trainer
   step_s: float
-  start_s: float
-  input_s: float
 
 
 class Contest:
@@ -301,17 +244,10 @@ class Contest:
   def _new(self, bindings: Bindings) -> Contender:
     params = [f"{name} = {value!r}" for name, value in bindings.items()]
     configurables.parse(self._files, [*self._params, *params])
-    began = time.perf_counter()
     trainer = self._trainer(bindings)
-    trainer.train(tf.constant(1))
-    start_s = time.perf_counter() - began
-    began = time.perf_counter()
-    trainer.train(tf.constant(1))
-    few = max(1, min(20, int(self._block_s / (time.perf_counter() - began))))
-    began = time.perf_counter()
-    metrics = trainer.train(tf.constant(few))
-    step_s = (time.perf_counter() - began) / few
-    return Contender(trainer, step_s, start_s, metrics["input_wait_s"] / few)
+    trainer.train(tf.constant(1))  # traces and compiles
+    few = max(1, min(20, int(self._block_s / _seconds(trainer, steps=1, loop=1))))
+    return Contender(trainer, _seconds(trainer, steps=few, loop=few) / few)
 
   def _trainer(self, bindings: Bindings) -> Trainer:
     task = builder.made_task(runs.bound("task"))
@@ -334,19 +270,19 @@ def _is_hopeless(ratios: Sequence[float]) -> bool:
 
 def _key(bindings: Bindings) -> str:
   """Identifies the trainer of some bindings; the loop length needs no trainer of its own."""
-  return str(Option({name: value for name, value in bindings.items() if name != LOOP}))
+  return _line({name: value for name, value in bindings.items() if name != LOOP})
+
+
+def _line(bindings: Bindings) -> str:
+  """Returns bindings as gin writes them, on one line."""
+  return ", ".join(f"{name} = {value!r}" for name, value in bindings.items())
 
 
 def _seconds(trainer: Trainer, *, steps: int, loop: int) -> float:
   began = time.perf_counter()
-  for size in _sizes(steps, loop):
-    trainer.train(tf.constant(size))
-  return time.perf_counter() - began
-
-
-def _sizes(steps: int, loop: int) -> Iterator[int]:
   for start in range(0, steps, loop):
-    yield min(loop, steps - start)
+    trainer.train(tf.constant(min(loop, steps - start)))
+  return time.perf_counter() - began
 
 
 def require_tunable() -> None:
@@ -364,24 +300,3 @@ def require_tunable() -> None:
 def _strategy_name() -> str:
   """Returns the strategy's name in the config: "auto", or "scope/mirrored"."""
   return configurables.bindings()["run.strategy"].removeprefix("@").removesuffix("()")
-
-
-def _described(own: Contender) -> str:
-  strategy, devices = own.trainer.placement.name, own.trainer.placement.devices
-  where = f"{strategy} on {', '.join(devices)}" if devices else strategy
-  where += f"; XLA compiles {compiled}" if (compiled := own.trainer.compiled) else ""
-  return (
-    f"original config: {1e3 * own.step_s:.3g} ms a step, with {1e3 * own.input_s:.3g} ms of "
-    f"waiting for input; first step after {own.start_s:.1f} s ({where})\n"
-    "speed relative to the best so far, median and quartiles over rounds:"
-  )
-
-
-def _gin(best: Mapping[str, Any], ratio: Ratio, own: Contender, command: str) -> str:
-  strategy, devices = own.trainer.placement.name, own.trainer.placement.devices
-  lines = [f"# Written by --mode=tune, for {strategy} on {', '.join(devices) or 'its devices'}."]
-  if best:
-    lines += [f"# {ratio} times as fast as without these lines. Use: {command}"]
-  else:
-    lines += ["# Nothing that was measured is clearly faster than the original config."]
-  return "\n".join([*lines, *(f"{name} = {value!r}" for name, value in best.items())]) + "\n"

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import ClassVar
 
 import keras
 import numpy as np
@@ -21,7 +22,7 @@ from loopwright import (
 )
 from loopwright.runs.runner import run
 from loopwright.strategies import factories
-from loopwright.tools.trackers.csv_file import CSVFile
+from loopwright.tools.trackers.base import Tracker
 
 
 class Steady(toys.Regression):
@@ -81,14 +82,25 @@ def records(folder):
   return [(r["split"], r["step"]) for r in map(json.loads, lines)]
 
 
+class ToMemory(Tracker):
+  rows: ClassVar = []
+
+  def connect(self, run_id):
+    return {name: step for name, step, _ in self.rows}
+
+  def log(self, split, step, wall_time, values):
+    self.rows += [(name, step, value) for name, value in values.items()]
+
+
 def test_a_tracker_has_the_config_and_every_line(tmp_path):
-  tracker = CSVFile()
+  ToMemory.rows.clear()
   with pytest.raises(Killed):
-    start(tmp_path, tracker, Diary(dies=("train", 5)))
-  start(tmp_path, tracker := CSVFile(), Diary())
+    start(tmp_path, ToMemory(), Diary(dies=("train", 5)))
+  start(tmp_path, tracker := ToMemory(), Diary())
   assert tracker.run.config["train_steps"] == "6"
-  rows = (tmp_path / "metrics.csv").read_text().splitlines()[1:]
-  assert [(row.split(",")[1], int(row.split(",")[0])) for row in rows] == records(tmp_path)
+  lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+  losses = [(f"{each['split']}/loss", each["step"], each["loss"]) for each in lines]
+  assert [row for row in tracker.rows if row[0].endswith("/loss")] == losses
 
 
 def test_every_action_ends_although_another_fails_to(tmp_path):

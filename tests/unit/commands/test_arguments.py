@@ -96,15 +96,14 @@ def test_the_only_config_of_a_folder_needs_no_name():
       "bindings have no dashes, as in keras.Adam.learning_rate=0.01",
     ),
     (
-      ("tune", "digits_cnn", "--learning_rate=0.01"),
-      "--learning_rate is a switch, which takes no value; write --learning_rate alone",
+      ("verify", "digits_cnn", "--changed=0.01"),
+      "--changed is a switch, which takes no value; write --changed alone",
     ),
     (("sweep", "digits_cnn", "--jobs=0"), "--jobs=0: it must be a whole number of at least 1"),
     (
       ("sweep", "digits_cnn", "--seed=x"),
       "--seed=x: it must be a whole number from 0 to 2",
     ),
-    (("memory", "digits_cnn", "--device_gib=nan"), "--device_gib=nan: it must be a number of at"),
     (("ls", "--status=done,x"), "--status=done,x: it must be one or more of running, done, "),
   ],
 )

@@ -7,6 +7,7 @@ import contextlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 import tensorflow as tf
@@ -17,7 +18,7 @@ from loopwright.host import nvidia
 from loopwright.options import Gpus
 from loopwright.strategies.workers import resolvers
 from loopwright.tools import local_cluster
-from loopwright.tools.sweep import jobs
+from loopwright.tools.sweep import runner
 
 
 @pytest.fixture
@@ -177,7 +178,7 @@ def test_more_local_workers_than_gpus(monkeypatch, tmp_path):
 
 def test_trials_divide_the_gpus_of_the_machine(machine):
   machine(FILES)
-  assert [each.environment for each in jobs.slots(2)] == [
+  assert [each.environment for each in runner.slots(2)] == [
     {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"},
   ]  # fmt: skip
 
@@ -260,3 +261,49 @@ def test_the_peak_of_several_gpus_is_that_of_the_slowest(monkeypatch):
   assert gpus.peak_flops(["GPU:0", "GPU:2"], "float16") is None
   assert gpus.peak_flops(["CPU:0"], "float32") is None
   assert gpus.peak_flops([], "float32") is None
+
+
+# ---- Utilisation ----
+
+
+class NVMLError(Exception):
+  """As of pynvml."""
+
+
+def nvml(busy):
+  """Returns a module pynvml on a machine whose GPUs are so busy, in percent."""
+
+  def rates(handle):
+    if busy[handle] is None:
+      raise NVMLError("Not Supported")
+    return types.SimpleNamespace(gpu=busy[handle])
+
+  return types.SimpleNamespace(
+    NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=list(busy).__getitem__,
+    nvmlDeviceGetHandleByUUID=lambda uuid: uuid, nvmlDeviceGetUtilizationRates=rates,
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("visible", "devices", "busy", "wanted"),
+  [
+    ("0,1", ["GPU:0", "GPU:1"], {"a": 90, "b": 70}, 0.8),
+    ("1,0", ["GPU:0"], {"a": 90, "b": 70}, 0.7),
+    ("GPU-x", ["GPU:0"], {"a": 90, "GPU-x": 30}, 0.3),
+    ("MIG-x", ["GPU:0"], {"MIG-x": None}, None),
+    ("0", ["GPU:0", "GPU:1"], {"a": 90}, None),
+    ("0", ["CPU:0"], {"a": 90}, None),
+  ],
+)
+def test_the_utilisation_is_that_of_the_gpus_in_use(monkeypatch, visible, devices, busy, wanted):
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+  monkeypatch.setitem(sys.modules, "pynvml", nvml(busy))
+  found = lambda name: types.SimpleNamespace(name=f"/physical_device:{name}")  # noqa: E731
+  monkeypatch.setattr(
+    gpus, "_of", lambda name: (found(name) if name.startswith("GPU") else None, None)
+  )
+  gpus._in_nvml.cache_clear()
+  assert gpus.utilization(devices) == (None if wanted is None else pytest.approx(wanted))
+  monkeypatch.setitem(sys.modules, "pynvml", None)
+  gpus._in_nvml.cache_clear()
+  assert gpus.utilization(devices) is None

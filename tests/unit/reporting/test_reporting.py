@@ -15,9 +15,9 @@ import tf_keras
 
 from loopwright.errors import ConfigError
 from loopwright.host import files
-from loopwright.reporting import live
+from loopwright.reporting import live, reports
 from loopwright.reporting.progress import Choice, Progress, format_number
-from loopwright.reporting.reports import Reporter
+from loopwright.reporting.reports import Reporter, Reports
 from loopwright.reporting.summary import (
   ParameterCount,
   count_parameters,
@@ -262,6 +262,29 @@ def test_arrays_are_nested_lists_with_their_infinities(tmp_path):
 
 
 # -- Progress
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_a_loop_on_cpus_has_the_share_of_the_cores_that_it_used(tmp_path, monkeypatch, on_gpus):
+  clocks = {"process_time": 1.0, "monotonic": 10.0}
+  read = {name: lambda name=name: clocks[name] for name in clocks}
+  monkeypatch.setattr(reports, "time", types.SimpleNamespace(**read))
+  monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+  trainer = types.SimpleNamespace(
+    task=Task(), cluster=types.SimpleNamespace(is_chief=True), global_batch_size=4,
+    global_step=tf.Variable(5, dtype=tf.int64), placement=types.SimpleNamespace(on_gpus=on_gpus),
+  )  # fmt: skip
+  place = types.SimpleNamespace(folder=str(tmp_path), require=lambda: None)
+  made = Reports(trainer, place=place, train_steps=10, evaluates=True)
+  made.loop_begins(0)
+  clocks |= {"process_time": 7.0, "monotonic": 12.0}
+  made.loop_ends(5, {"loss": 1.0}, 1)
+  clocks |= {"process_time": 99.0, "monotonic": 100.0}
+  made.after("train", {"loss": 1.0})
+  made.after("eval", {"loss": 2.0})
+  train, evaluation = made.log.records()
+  assert train.get("cpu_utilization") == (None if on_gpus else 6 / 2 / 4)
+  assert "cpu_utilization" not in evaluation
 
 
 class Terminal(io.StringIO):

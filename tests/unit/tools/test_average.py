@@ -1,4 +1,4 @@
-"""`loopwright average`: the mean of runs, trained on two replicas, against NumPy."""
+"""The mean of runs, trained on two replicas, against NumPy."""
 
 import shutil
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_averaged_is_one_line(tmp_path):
   start(tmp_path / "b", "Normalised.units = 5")
   with pytest.raises(ConfigError, match="have other variables; average runs of one model"):
     average.average([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "c"))
-  with pytest.raises(ConfigError, match=r"--to='.*' exists; give a new folder"):
+  with pytest.raises(ConfigError, match=r"to='.*' exists; give a new folder"):
     average.average([str(tmp_path / "a")], str(tmp_path / "b"))
   told = average.average([str(tmp_path / "a")], str(tmp_path / "c"))
   assert "the mean of 1 run, at step 6" in told

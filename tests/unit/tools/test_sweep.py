@@ -18,9 +18,9 @@ from loopwright import commands
 from loopwright.errors import ConfigError, UsageError
 from loopwright.run_folder import folders
 from loopwright.tools.runs import repetitions
-from loopwright.tools.sweep import jobs, runner, space
+from loopwright.tools.sweep import runner, space
 
-CHECKED, OF = space.checked, jobs.Command.of
+CHECKED, COMMAND = space.checked, runner.command
 STUB = Path(__file__).resolve().parents[2] / "support" / "trial_stub.py"
 CONFIG = """
 import loopwright.tasks.image_classification
@@ -34,14 +34,14 @@ SWEEP = """if True:
   import os, signal, sys
   from loopwright import commands
   from loopwright.commands import process
-  from loopwright.tools.sweep import jobs, runner, space
+  from loopwright.tools.sweep import runner, space
   sys.path.insert(0, {support!r})
   runner.POLL_S = 0.02
-  jobs.Command.of = lambda self, values, model_dir: [
+  runner.command = lambda files, params, values, model_dir: [
     sys.executable, {stub!r}, "train", "--gin_param=pace = 0.05",
     *(f"--gin_param={{each}}" for each in space.bindings(values)), f"--model_dir={{model_dir}}",
   ]
-  space.in_another_process = lambda *_: space.Facts({{}}, None)
+  space.checked = lambda *_: {{}}
   process.run(commands.main, ["loopwright", "sweep", *sys.argv[1:]])
 """
 
@@ -50,14 +50,14 @@ SWEEP = """if True:
 def elsewhere(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(runner, "POLL_S", 0.01)
-  monkeypatch.setattr(space, "checked", lambda *_: space.Facts({"run.seed": "0"}, None))
+  monkeypatch.setattr(space, "checked", lambda *_: {"x.y": "0"})
   Path("c.gin").write_text(CONFIG)
 
-  def command(self, values, model_dir):
-    params = [f"--gin_param={each}" for each in (*self.params, *space.bindings(values))]
+  def command(files, params, values, model_dir):
+    params = [f"--gin_param={each}" for each in (*params, *space.bindings(values))]
     return [sys.executable, str(STUB), "train", *params, f"--model_dir={model_dir}"]
 
-  monkeypatch.setattr(jobs.Command, "of", command)
+  monkeypatch.setattr(runner, "command", command)
 
 
 def sweep(*given):
@@ -77,8 +77,8 @@ def rows(out):
   return [line.split(maxsplit=3) for line in lines[first:last]]
 
 
-def read(*vary, listed=False):
-  return {each.name: each for each in space.read(vary, listed=listed)}
+def read(*vary):
+  return {each.name: each for each in space.read(vary)}
 
 
 def test_what_varies_is_a_list_of_gin_values_or_a_range():
@@ -92,14 +92,6 @@ def test_what_varies_is_a_list_of_gin_values_or_a_range():
     "int(1, 3)",
     "[1, @keras.SGD, 'x']",
   ]
-
-
-def test_a_third_number_makes_a_list_and_a_grid_takes_each_whole_number():
-  found = read("u=uniform(0, 1, 3)", "g = log(0.001, 10, 5)", "i = log_int(16, 256, 5)")
-  assert found["u"].values == ("0.0", "0.5", "1.0")
-  assert found["g"].values == ("0.001", "0.01", "0.1", "1.0", "10.0")
-  assert found["i"].values == ("16", "32", "64", "128", "256")
-  assert read("i = int(3, 6)", listed=True)["i"].values == ("3", "4", "5", "6")
 
 
 def test_several_vary_together():
@@ -120,10 +112,10 @@ def test_several_vary_together():
     (["x = []"], "--vary 'x = []' has no values"),
     (["x = [1, two]"], "--vary 'x = [1, two]': 'two' is not a value. Quote a string ('two')"),
     (["x = log(0, 1)"], "log(low, high) needs two numbers, low < high, above 0."),
-    (["x = int(3, 2)"], "int(low, high) needs two numbers, low < high."),
-    (["x = int(1, 2.5)"], "'2.5' is not a whole number"),
-    (["x = uniform(0, inf)"], "'inf' is not a number"),
-    (["x = uniform(0, 1, 2.5)"], "the third number is 2.5; it is the number of values"),
+    (["x = int(3, 2)"], "int(low, high) needs two whole numbers, low < high."),
+    (["x = int(1, 2.5)"], "int(low, high) needs two whole numbers, low < high."),
+    (["x = uniform(0, inf)"], "uniform(low, high) needs two numbers, low < high."),
+    (["x = uniform(0, 1, 2.5)"], "uniform(low, high) needs two numbers, low < high."),
     (["x = [1]", "y, x = [(2, 3)]"], "--vary has x twice; remove one."),
     (["x, y = [(1, 2), 3]"], "--vary 'x, y = [(1, 2), 3]': 3 must be 2 values: (1, 2)."),
     (["x, y = int(1, 2)"], "what varies together needs a list: [(1, 2), (3, 4)]."),
@@ -132,14 +124,9 @@ def test_several_vary_together():
 )
 def test_a_mistake_in_what_varies_is_one_line(vary, text):
   with pytest.raises(ConfigError) as raised:
-    space.read(vary, listed=False)
+    space.read(vary)
   assert text in str(raised.value)
   assert "\n" not in str(raised.value)
-
-
-def test_a_grid_needs_a_number_of_values():
-  with pytest.raises(ConfigError, match=r"needs the number of values; write log\(1.0, 2.0, 5\)\."):
-    read("x = log(1, 2)", listed=True)
 
 
 @pytest.mark.parametrize(
@@ -153,29 +140,19 @@ def test_a_grid_needs_a_number_of_values():
 )
 def test_each_value_gets_the_check_of_the_config(vary, text):
   with pytest.raises(ConfigError) as raised:
-    CHECKED(["c.gin"], [], space.read([vary], listed=False))
+    CHECKED(["c.gin"], [], space.read([vary]))
   assert text in str(raised.value)
 
 
-def test_the_goal_is_that_of_the_actions():
+def test_what_is_bound_is_told_without_what_varies():
   both = "run.optimizer, run.global_batch_size = [(@keras.SGD, 8), (@keras.Adam, 16)]"
-  varied = space.read([both], listed=False)
-
-  def facts(*params):
-    return CHECKED(["c.gin"], params, varied)
-
-  assert facts().goal is None
-  assert facts().bindings["run.train_steps"] == "10"
-  assert not {"run.optimizer", "run.global_batch_size"} & {*facts().bindings}
-  stop = ("run.actions = [@EarlyStopping()]", "EarlyStopping.patience = 3")
-  assert facts(*stop).goal == ("loss", False)
-  both = "run.actions = [@EarlyStopping(), @BestCheckpoint()]"
-  of_f1 = ("BestCheckpoint.metric = 'f1'", "BestCheckpoint.mode = 'max'")
-  assert facts(*stop, both, *of_f1).goal == ("f1", True)
+  found = CHECKED(["c.gin"], [], space.read([both]))
+  assert found["run.train_steps"] == "10"
+  assert not {"run.optimizer", "run.global_batch_size"} & {*found}
 
 
 def test_trials_run_at_once_and_the_table_has_the_best_first(capsys):
-  given = ["--vary=x = [1, 3, 2]", "--sampler=grid", "--metric=score", "--maximize"]
+  given = ["--vary=x = [1, 3, 2]", "--metric=score", "--maximize"]
   assert sweep(*given, "--jobs=2") == 0
   out = capsys.readouterr().out
   table = rows(out)
@@ -185,9 +162,9 @@ def test_trials_run_at_once_and_the_table_has_the_best_first(capsys):
     ["20", "2", "complete"],
     ["10", "1", "complete"],
   ]
-  best = int(table[1][0])
+  assert [row[0] for row in table[1:]] == ["1", "2", "0"]  # trial n is point n
   assert Path("s/best.gin").read_text().splitlines() == [
-    f"# Trial {best}: score 30, with",
+    "# Trial 1: score 30, with",
     "#   x = 3",
     "",
     "x = 3",
@@ -207,38 +184,39 @@ def test_trials_run_at_once_and_the_table_has_the_best_first(capsys):
 
 def test_jobs_share_the_gpus(monkeypatch):
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
-  assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in jobs.slots(2)] == ["4,5", "6,7"]
+  assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in runner.slots(2)] == ["4,5", "6,7"]
   with pytest.raises(UsageError, match="--jobs=6 is above the 5 GPUs here; give at most 5"):
-    jobs.slots(6)
-  assert sweep("--vary=x = [1]", "--sampler=grid") == 0
+    runner.slots(6)
+  assert sweep("--vary=x = [1]") == 0
   assert starts(0)[0]["gpus"] == "4,5,6,7,8"
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-  assert jobs.slots(1)[0].cores == os.sched_getaffinity(0)
+  assert runner.slots(1)[0].cores == os.sched_getaffinity(0)
   with pytest.raises(UsageError, match="cores here"):
-    jobs.slots(len(os.sched_getaffinity(0)) + 1)
+    runner.slots(len(os.sched_getaffinity(0)) + 1)
 
 
-def test_a_trial_is_not_started_again_while_its_process_lives():
-  lock, other = jobs.Lock("t"), jobs.Lock("t")
-  assert lock.take()
-  job = jobs.Job(["/bin/sleep", "60"], "t", jobs.Slot(frozenset(), {}), lock)
-  lock.close()  # as a kill of the sweep does
-  assert not other.take()
+def test_a_sweep_waits_for_the_processes_that_a_killed_one_left(capsys):
+  with runner.alone("t") as lock:
+    line = ["/bin/sh", "-c", "sleep 0.5; date +%s.%N > t/ended"]
+    job = runner.Job(line, "t", runner.Slot(frozenset(), {}), lock)
+    assert capsys.readouterr().out == ""
+  with runner.alone("t"):
+    assert float(Path("t/ended").read_text()) > 0
+  assert capsys.readouterr().out == "waiting for the trials in t that another process runs\n"
   job.stop()
   while job.status() is None:
     pass
-  assert job.status() == -signal.SIGTERM
-  assert other.take()
+  assert job.status() == 0
 
 
 def test_a_failed_trial_is_told_and_the_others_go_on(capsys):
-  given = ["--vary=x = [1]", "--vary=fails = [0, 1]", "--sampler=grid"]
+  given = ["--vary=x = [1]", "--vary=fails = [0, 1]"]
   assert sweep(*given) == 0
   assert [row[3].split(maxsplit=1)[1] for row in rows(capsys.readouterr().out)[1:]] == [
     "complete",
     "failed: error: it fails",
   ]
-  assert sweep("--vary=x = [1]", "--vary=at = ['nan']", "--dir=n", "--sampler=grid",
+  assert sweep("--vary=x = [1]", "--vary=at = ['nan']", "--dir=n",
                "--metric=score", "--maximize") == 1  # fmt: skip
   assert "failed: score is nan" in capsys.readouterr().out
 
@@ -282,29 +260,29 @@ def test_a_trial_of_a_seed_is_the_same_after_a_restart():
   ],
 )
 def test_a_mistake_is_one_line_and_the_sweep_can_begin_anew(given, text, capsys):
-  assert sweep("--vary=x = [1]", "--sampler=grid", *given) == 2
+  assert sweep("--vary=x = [1]", *given) == 2
   error = capsys.readouterr().err
   assert text in error
   assert error.count("\n") == 1
   assert "pw" not in error
-  assert sweep("--vary=x = [1]", "--sampler=grid", "--metric=score", "--maximize") == 0
+  assert sweep("--vary=x = [1]", "--metric=score", "--maximize") == 0
 
 
 def test_a_sweep_never_changes_silently(capsys, monkeypatch):
-  given = ["--sampler=grid", "--trials=1"]
+  given = ["--trials=1"]
   assert sweep("--vary=x = [1, 2]", *given) == 0
   capsys.readouterr()
   assert sweep("--vary=x = [1, 3]", *given) == 2
-  assert "the sweep in 's' has x = [1, 2], now [1, 3]; give a new" in capsys.readouterr().err
+  assert "the trials in 's' have x = [1, 2], now [1, 3]; give new" in capsys.readouterr().err
   assert sweep("--vary=x = [1, 2]", *given, "--maximize") == 2
-  assert "the sweep 's' was to minimize its metric, now maximize" in capsys.readouterr().err
-  monkeypatch.setattr(space, "checked", lambda *_: space.Facts({"run.seed": "1"}, None))
+  assert "the trials in 's' have --maximize = False, now True" in capsys.readouterr().err
+  monkeypatch.setattr(space, "checked", lambda *_: {"x.y": "1"})
   assert sweep("--vary=x = [1, 2]", *given) == 2
-  assert "has run.seed = 0, now 1" in capsys.readouterr().err
+  assert "have x.y = 0, now 1" in capsys.readouterr().err
 
 
 def test_machines_share_a_sweep_by_its_storage(capsys, tmp_path):
-  given = ["--vary=x = [1, 2, 3]", "--sampler=grid", f"--storage=sqlite:///{tmp_path}/all.db"]
+  given = ["--vary=x = [1, 2, 3]", f"--storage=sqlite:///{tmp_path}/all.db"]
   assert sweep(*given, "--dir=one/s", "--trials=1") == 0
   left = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/all.db").ask()
   left.set_user_attr("folder", Path("one/s/sweep.id").read_text())  # as a kill leaves it
@@ -328,13 +306,13 @@ def started(*given):
 
 @pytest.mark.whole
 def test_a_trial_is_an_ordinary_run(capsys, monkeypatch):
-  monkeypatch.setattr(jobs.Command, "of", OF)
+  monkeypatch.setattr(runner, "command", COMMAND)
   given = ["--vary=run.global_batch_size = [16]", "--vary=auto.cpu_replicas = [2]"]
   more = ["run.train_steps=4", "run.steps_per_loop=2"]
-  assert sweep(*given, *more, "--sampler=grid", "--metric=accuracy") == 0
+  assert sweep(*given, *more, "--metric=accuracy") == 0
   log = [json.loads(line) for line in Path("s/trial-0000/metrics.jsonl").read_text().splitlines()]
   assert f"{log[-1]['accuracy']:.5g}" in capsys.readouterr().out
-  bindings = CHECKED(["s/best.gin"], [], []).bindings
+  bindings = CHECKED(["s/best.gin"], [], [])
   assert (bindings["run.global_batch_size"], bindings["auto.cpu_replicas"]) == ("16", "2")
 
 
@@ -379,22 +357,55 @@ def test_repetitions_tell_mean_deviation_and_interval_and_rank_nothing(capsys):
   assert [starts(n)[0]["values"]["run.seed"] for n in range(4)] == ["0", "1", "2", "3"]
   assert [len(starts(n)) for n in range(4)] == [1] * 4
   out = capsys.readouterr().out
-  assert [row[0] for row in rows(out)] == ["trial", "0", "1", "2", "3"]
   table = [re.split("  +", line) for line in out.splitlines() if line.startswith(("sc", "lo"))]
   scores = np.arange(4) * 10.0
   for name, values in {"score": scores, "loss": scores / 100}.items():
     mean, deviation = values.mean(), values.std(ddof=1)
     low, high = stats.t.interval(0.95, 3, loc=mean, scale=stats.sem(values))
     assert [name, f"{mean:.5g}", f"{deviation:.2g}", f"{low:.5g} to {high:.5g}", "4"] in table
-  assert "best" not in out.replace("none is the best", "")
-  assert not Path("s/best.gin").exists()
+  assert "best" not in out
 
 
-def test_a_sweep_over_the_seed_alone_is_a_repetition(capsys):
-  assert sweep("--vary=run.seed = [3, 1]", "--sampler=grid") == 0
-  out = capsys.readouterr().out
-  assert "only the seed differs, so none is the best" in out
-  assert not Path("s/best.gin").exists()
+def test_repetitions_need_no_optuna_and_a_sweep_names_the_extra():
+  program = (
+    "import sys\n"
+    "sys.modules['optuna'] = None\n"
+    "from loopwright import commands\n"
+    "from loopwright.tools.sweep import runner, space\n"
+    "runner.command = lambda *_: ['/bin/true']\n"
+    "space.checked = lambda *_: {}\n"
+    "print(commands.main(['loopwright', 'repeat', 'c.gin', '--seeds=2']))\n"
+    "print(commands.main(['loopwright', 'sweep', 'c.gin', '--vary=x = [1]']))\n"
+  )
+  for number in range(2):
+    folder = Path(f"runs/c-repeat/trial-000{number}")
+    folder.mkdir(parents=True)
+    record = {"step": 1, "split": "eval", "loss": number}
+    (folder / "metrics.jsonl").write_text(f"{json.dumps(record)}\n")
+  environment = {**os.environ, "PYTHONPATH": str(Path(loopwright.__file__).parents[1])}
+  done = subprocess.run(
+    [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+  )
+  assert "loss    0.5" in done.stdout
+  assert done.stdout.split()[-1] == "2"
+  assert "\n0\n" in done.stdout
+  assert "install the extra: `pip install 'loopwright[sweep]'`" in done.stderr
+
+
+def test_repetitions_go_on_after_a_failure_and_never_change_silently(capsys, monkeypatch):
+  assert repeat("--seeds=3", "fails=1") == 1
+  assert "trial 1 failed: error: it fails" in capsys.readouterr().out
+  assert repeat("--seeds=3") == 0
+  assert [len(starts(n)) for n in range(3)] == [2] * 3
+  monkeypatch.setattr(space, "checked", lambda *_: {"x.y": "1"})
+  assert repeat("--seeds=4") == 2
+  assert "the trials in 's' have x.y = 0, now 1; give new ones" in capsys.readouterr().err
+
+
+def test_a_sweep_over_seeds_trains_each_once(capsys):
+  assert sweep("--vary=run.seed=[3, 1, 2]") == 0
+  assert [starts(n)[0]["values"]["run.seed"] for n in range(3)] == ["3", "1", "2"]
+  assert not Path("s/trial-0003").exists()
 
 
 def test_one_complete_repetition_has_no_spread(capsys):

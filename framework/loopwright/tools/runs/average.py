@@ -1,4 +1,4 @@
-"""`loopwright average runs/a runs/b --to=runs/soup`: the mean of the weights of runs.
+"""`average(["runs/a", "runs/b"], "runs/soup")`: the mean of the weights of runs.
 
 Wortsman et al., "Model soups" (2022): weights that were fine-tuned from the same start, with other
 options, average well. Of one run whose weights are averaged already (`weight_averaging`) it makes a
@@ -41,7 +41,7 @@ def average(folders: Sequence[str], to: str, *, batches: int = 100) -> str:
     ConfigError: `to` exists, a folder has no run, or their models differ.
   """
   if os.path.exists(to):
-    raise ConfigError(f"--to={to!r} exists; give a new folder.")
+    raise ConfigError(f"to={to!r} exists; give a new folder.")
   total = [np.zeros([], np.float64)]
   for folder in folders[1:]:
     total = _sum(total, runs.restored_trainer(folder)[0], folders[0], folder)

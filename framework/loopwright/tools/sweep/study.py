@@ -1,50 +1,36 @@
-"""Optuna's study: which trial is next, and what each gave. Every change is stored at once."""
+"""Optuna's study: which trial is next, what each gave. Every change is stored at once."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
+import itertools
 import json
 import math
 import os
 import re
 import uuid
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from loopwright.errors import ConfigError, first_line, unknown
-from loopwright.tools.sweep.jobs import Lock
-from loopwright.tools.sweep.space import Dimension, Goal
+from loopwright.run_folder import folders
+from loopwright.tools.sweep.runner import SAVED, Job, require_same
+from loopwright.tools.sweep.space import Dimension
 
 FILE, IDENTITY = "sweep.db", "sweep.id"
-OWN, FAILURE = "folder", "failure"
-_UNCLAIMED_S = 60.0
-"""A trial of a shared storage that has no folder for so long was lost by a kill; we take it."""
-DEFAULT_TRIALS = 20
-
-Values = Mapping[str, str]
-Direction = Literal["minimize", "maximize"]
-
-
-class Sampling(NamedTuple):
-  """How values are chosen: "tpe", "random", "grid" or "in order", and whether trials are pruned."""
-
-  kind: str
-  seed: int
-  prune: bool
+OF, OWN, FAILURE = "of", "folder", "failure"
 
 
 class Study:
-  """A sweep's study in its storage.
+  """A sweep's study in its storage; the trials that `runner.run` runs.
 
   Attributes:
     folder: the sweep folder, with a folder for each trial that runs here.
-    space: what varies.
-    goal: what is best.
+    space, metric, maximize: what varies, and what is best.
     known: Optuna's study.
   """
 
@@ -53,45 +39,46 @@ class Study:
     folder: str,
     url: str | None,
     space: Sequence[Dimension],
-    goal: Goal,
     *,
-    bindings: Values,
-    sampling: Sampling,
+    metric: str,
+    maximize: bool,
+    bindings: Mapping[str, str],
+    sampler: str,
+    seed: int,
+    prune: bool,
+    trials: int | None,
   ) -> None:
     """Makes the study, or opens the one that is there.
 
     Args:
-      folder: its last part is the name of the study.
+      folder: of the sweep; its last part is the name of the study.
       url: an Optuna storage; None for a file in the folder.
-      space: see the attribute.
-      goal: see the attribute.
-      bindings: of the config, without what varies.
-      sampling: see there.
+      sampler, seed: how values of ranges are chosen: "tpe" or "random".
+      bindings, prune, trials: of the config; whether trials below the median end; how many.
 
     Raises:
       ConfigError: the folder or the storage cannot be used, or the study is of something else.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    self.folder, self.space, self.goal = folder, list(space), goal
-    self._sampling, self._is_shared = sampling, url is not None
+    self.folder, self.space, self.metric, self.maximize = folder, list(space), metric, maximize
+    self._sampler, self._seed = sampler, seed
     self._identity = _identity(folder)
+    self._owner = "" if url else self._identity  # of a trial that was killed before it had one
     name = os.path.basename(os.path.abspath(folder))
     self._url = url or f"sqlite:///{os.path.join(folder, FILE)}"
-    self.known = _opened(name, self._url, goal, sampling)
-    self._require_same(
-      {
-        "--vary": {each.name: str(each) for each in space},
-        "goal": {"--metric": goal.metric},
-        "config": dict(bindings),
-      }
-    )
-
-  def total(self, wanted: int | None) -> int:
-    """Returns how many trials the sweep is to have."""
-    if self._sampling.kind != "grid":
-      return wanted or DEFAULT_TRIALS
-    size = math.prod(len(each.values) for each in self.space)
-    return min(wanted or size, size)
+    self.known = _opened(name, self._url, maximize=maximize, prune=prune)
+    varied = {each.name: str(each) for each in space}
+    now = {**bindings, **varied, "--metric": metric, "--maximize": f"{maximize}"}
+    before = json.loads(self.known.user_attrs.get(OF, "null")) or now
+    require_same(folder, before, now)
+    self.known.set_user_attr(OF, json.dumps(before))
+    lists = [each.values for each in space]
+    grid = [*itertools.product(*lists)] if all(lists) else []
+    for point in grid:
+      self.known.enqueue_trial(dict(zip(varied, point, strict=True)), skip_if_exists=True)
+    self._total = min(trials or len(grid), len(grid)) if grid else trials or 20
+    self._left: list[FrozenTrial] | None = None
+    self._running: dict[int, optuna.Trial] = {}
 
   def trials(self, *states: TrialState) -> list[FrozenTrial]:
     """Returns the trials in these states, by default all, by number."""
@@ -101,154 +88,72 @@ class Study:
     """Returns the run folder of a trial."""
     return os.path.join(self.folder, f"trial-{number:04d}")
 
-  def is_full(self, total: int) -> bool:
-    """Whether so many trials have begun, on any machine."""
-    return len(self.trials()) >= total
-
-  def begun(self) -> Trial:
-    """Returns a new trial, which is ours."""
+  def begin(self) -> tuple[int, dict[str, str]] | None:
+    """Returns a trial that an earlier process left, or a new one; None if there are enough."""
+    if self._left is None:  # now, as the processes of an earlier sweep have ended
+      running = self.trials(TrialState.RUNNING)
+      self._left = [t for t in running if t.user_attrs.get(OWN, self._owner) == self._identity]
+    begun = sum(each.state != TrialState.WAITING for each in self.trials())
+    if not self._left and begun >= self._total:
+      return None
+    left = self._left and self._left.pop(0)
+    trial = optuna.Trial(self.known, left._trial_id) if left else self.known.ask()  # noqa: SLF001
+    trial.set_user_attr(OWN, self._identity)
+    self._running[trial.number] = trial
     # A sampler begins anew in each process. Seeded by the trial's number it gives what it would
     # have given without a restart, and never the same again.
-    self.known.sampler = self._sampler(len(self.trials()))
-    asked = self.known.ask()
-    lock = Lock(self.folder_of(asked.number))
-    lock.take()
-    return Trial(self, asked, lock)
+    seed = (self._seed * 1_000_003 + trial.number) % 2**32
+    kinds = {"random": optuna.samplers.RandomSampler, "tpe": optuna.samplers.TPESampler}
+    self.known.sampler = kinds[self._sampler](seed=seed)
+    return trial.number, {each.name: each.chosen(trial) for each in self.space}
 
-  def in_this_folder(self) -> list[FrozenTrial]:
-    """Returns the trials of this sweep folder that have not ended."""
-    return [each for each in self.trials(TrialState.RUNNING) if self._is_ours(each)]
-
-  def abandoned(self, besides: Collection[int]) -> Generator[Trial, None, None]:
-    """Yields trials of this folder that no process runs any more; they go on.
-
-    Args:
-      besides: the numbers of those that this process runs.
-    """
-    for frozen in self.in_this_folder():
-      if frozen.number in besides:
-        continue
-      lock = Lock(self.folder_of(frozen.number))
-      if lock.take() and self._state(frozen.number) == TrialState.RUNNING:
-        self.known.sampler = self._sampler(frozen.number)
-        yield Trial(self, optuna.Trial(self.known, frozen._trial_id), lock)  # noqa: SLF001
-      else:
-        lock.close()
-
-  def claim(self, trial: optuna.Trial) -> None:
-    """Stores that a trial's folder is in this sweep folder."""
-    if trial.user_attrs.get(OWN) != self._identity:
-      trial.set_user_attr(OWN, self._identity)
-
-  def require_metric(self, names: Sequence[str]) -> None:
-    """Checks that evaluations have the metric; else the sweep can begin anew with another.
+  def look(self, number: int) -> bool:
+    """Stores the evaluations that are new; returns whether the pruner ends the trial.
 
     Raises:
-      ConfigError: they do not.
+      ConfigError: they do not have the metric; a sweep without a result can begin anew.
     """
-    if self.goal.metric in names:
-      return
-    if not any(each.state.is_finished() for each in self.trials()):
-      optuna.delete_study(study_name=self.known.study_name, storage=self._url)
-    raise unknown("metric", self.goal.metric, names)
-
-  def _state(self, number: int) -> TrialState:
-    return next(each.state for each in self.trials() if each.number == number)
-
-  def _is_ours(self, frozen: FrozenTrial) -> bool:
-    if not self._is_shared:
-      return True
-    if owner := frozen.user_attrs.get(OWN):
-      return owner == self._identity
-    began = frozen.datetime_start or datetime.datetime.min
-    return (datetime.datetime.now() - began).total_seconds() > _UNCLAIMED_S
-
-  def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
-    seed = (self._sampling.seed * 1_000_003 + number) % 2**32
-    if self._sampling.kind == "random":
-      return optuna.samplers.RandomSampler(seed=seed)
-    if self._sampling.kind == "in order":
-      return _InOrder()
-    if self._sampling.kind == "tpe":
-      return optuna.samplers.TPESampler(seed=seed)
-    values = {each.name: each.values for each in self.space}
-    return _Grid(values, seed=self._sampling.seed)
-
-  def _require_same(self, now: Mapping[str, Values]) -> None:
-    """Stores what the sweep is of; or compares it with what is stored."""
-    stored = self.known.user_attrs
-    for part, values in now.items():
-      if part not in stored:
-        self.known.set_user_attr(part, json.dumps(values))
-        continue
-      before = json.loads(stored[part])
-      for name in sorted({*before, *values}):
-        if before.get(name) != values.get(name):
-          raise ConfigError(
-            f"the sweep in {self.folder!r} has {name} = {before.get(name, '(unset)')}, now "
-            f"{values.get(name, '(unset)')}; give a new sweep another --dir, or go on as before."
-          )
-
-
-class _InOrder(optuna.samplers.RandomSampler):
-  """The trial's number is its value."""
-
-  def sample_independent(
-    self, study: object, trial: FrozenTrial, param_name: str, param_distribution: object
-  ) -> int:
-    """Returns the number."""
-    del study, param_name, param_distribution
-    return trial.number
-
-
-class _Grid(optuna.samplers.GridSampler):
-  """The trial's number says which point of the grid it has."""
-
-  def after_trial(self, *unused: object) -> None:
-    """Does nothing; Optuna's would stop `Study.optimize`, which we do not use."""
-
-
-class Trial:
-  """A trial that this process runs."""
-
-  def __init__(self, study: Study, asked: optuna.Trial, lock: Lock) -> None:
-    """Chooses its values, those that it does not have yet."""
-    self._study, self._asked, self.lock = study, asked, lock
-    study.claim(asked)
-    self.number = asked.number
-    self.values = {each.name: each.chosen(asked) for each in study.space}
-    [frozen] = [each for each in study.trials() if each.number == asked.number]
-    self._reported = max(frozen.intermediate_values, default=-1)
-    self.value = frozen.intermediate_values.get(self._reported)
-
-  @property
-  def folder(self) -> str:
-    """The run folder."""
-    return self._study.folder_of(self.number)
-
-  def report(self, evaluations: Mapping[int, Mapping[str, object]]) -> None:
-    """Stores the evaluations that are new: step -> name -> value as JSON has it.
-
-    Raises:
-      ConfigError: they do not have the metric.
-    """
+    trial, metric = self._running[number], self.metric
+    last = max(self.trials()[number].intermediate_values, default=-1)
+    evaluations: Mapping[int, Mapping[str, object]] = {}
+    with contextlib.suppress(OSError, ConfigError):  # not there yet, or damaged
+      evaluations = folders.Run(self.folder_of(number)).evaluations
     for step, values in evaluations.items():
-      if step > self._reported:
-        numbers = {n: float(v) for n, v in values.items() if isinstance(v, int | float | str)}
-        self._study.require_metric([*numbers])
-        self._reported, self.value = step, numbers[self._study.goal.metric]
-        self._asked.report(self.value, step)
+      if step > last and metric not in values:
+        if not any(each.state.is_finished() for each in self.trials()):
+          optuna.delete_study(study_name=self.known.study_name, storage=self._url)
+        raise unknown("metric", metric, [*values])
+      if step > last:
+        trial.report(float(str(values[metric])), step)
+    return trial.should_prune()
 
-  def should_end(self) -> bool:
-    """Whether the pruner ends it."""
-    return self._asked.should_prune()
+  def end(self, number: int, job: Job, status: int) -> str:
+    """Stores how a trial ended, unless it goes on later; returns a line about it."""
+    trial, value = self._running.pop(number), value_of(self.trials()[number])
+    if status == 0 and value is not None and math.isfinite(value):
+      self.known.tell(trial, value)
+    elif job.stopped and status:
+      self.known.tell(trial, state=TrialState.PRUNED)
+    elif status != SAVED:
+      reason = job.failure(status) or f"{self.metric} is {value}"
+      trial.set_user_attr(FAILURE, reason[:1000])
+      self.known.tell(trial, state=TrialState.FAIL)
+    told = "" if value is None else f", {self.metric} {value:.5g}"
+    return f"trial {number} {state(self.trials()[number])}{told}"
 
-  def end(self, state: TrialState, failure: str = "") -> None:
-    """Stores how it ended; of a complete one the last value reported."""
-    if failure:
-      self._asked.set_user_attr(FAILURE, failure[:1000])
-    value = self.value if state == TrialState.COMPLETE else None
-    self._study.known.tell(self._asked, value, state=state, skip_if_finished=True)
+
+def state(trial: FrozenTrial) -> str:
+  """Returns how a trial stands, for the table."""
+  if trial.state == TrialState.PRUNED:
+    return f"pruned at step {max(trial.intermediate_values, default=0)}"
+  if trial.state == TrialState.FAIL:
+    return f"failed: {trial.user_attrs.get(FAILURE, 'unknown')}"
+  return trial.state.name.lower()
+
+
+def value_of(trial: FrozenTrial) -> float | None:
+  """Returns the value of a trial's last evaluation."""
+  return max(trial.intermediate_values.items(), default=(0, None))[1]
 
 
 def _identity(folder: str) -> str:
@@ -271,11 +176,12 @@ def _identity(folder: str) -> str:
     ) from error
 
 
-def _opened(name: str, url: str, goal: Goal, sampling: Sampling) -> optuna.Study:
-  direction: Direction = "maximize" if goal.maximize else "minimize"
-  pruner = optuna.pruners.MedianPruner() if sampling.prune else optuna.pruners.NopPruner()
+def _opened(name: str, url: str, *, maximize: bool, prune: bool) -> optuna.Study:
+  direction: Literal["minimize", "maximize"]
+  direction = "maximize" if maximize else "minimize"
+  pruner = optuna.pruners.MedianPruner() if prune else optuna.pruners.NopPruner()
   try:
-    study = optuna.create_study(
+    return optuna.create_study(
       storage=url, study_name=name, direction=direction, pruner=pruner, load_if_exists=True
     )
   except Exception as error:  # of SQLAlchemy and of each database's own package
@@ -285,9 +191,3 @@ def _opened(name: str, url: str, goal: Goal, sampling: Sampling) -> optuna.Study
       f"the storage {secret.sub('***@', url)} cannot be opened ({reason}); give a URL such as "
       "--storage=sqlite:////shared/sweep.db, or leave the flag out."
     ) from error
-  if study.direction.name.lower() != direction:
-    raise ConfigError(
-      f"the sweep {name!r} was to {study.direction.name.lower()} its metric, now {direction}; give "
-      "a new sweep another --dir."
-    )
-  return study

@@ -1,16 +1,11 @@
-"""The base of trackers: a thread reads metrics.jsonl and sends each line to the tracker once.
+"""The base of trackers: an action that gives the values of a run to a tracker's own client.
 
-The file is the queue: it is on disk, so what a tracker misses waits there, in this process or until
-the next one. Training never waits for the thread. <model_dir>/trackers/<name>.json keeps the
-tracker's run id and how far the thread is. A kill can come between a line's arrival and that note.
-So after each start and each failure the thread asks the tracker what it has, where it can tell.
+The client buffers, and sends in the background. <model_dir>/trackers/<class>.json has an id, by
+which each start in the run folder finds the tracker's run. A tracker that fails ends no run.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import dataclasses
 import importlib.util
 import json
 import os
@@ -20,99 +15,47 @@ import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 import tensorflow as tf
 
 from loopwright.actions.base import Action, Output, Run
-from loopwright.errors import ConfigError, Preempted, first_line, require_positive
+from loopwright.errors import ConfigError, Preempted, first_line
 from loopwright.host import files
-from loopwright.host.json_lines import Record
 from loopwright.run_folder import layout
-from loopwright.run_folder.checkpoint_files import list_checkpoints
-from loopwright.run_folder.metrics_log import Number, scalars
+from loopwright.run_folder.metrics_log import Number, flatten, scalars
 
 Status = Literal["finished", "failed", "killed"]
 
-POLL_S = 1.0
-"""How often the thread looks for new lines."""
-PICTURES_S = 10.0
-"""How often the thread looks for new pictures: it lists a folder."""
-_AT_ONCE = 2**16
-"""About how many bytes of metrics.jsonl one call of `log` gets."""
-_LONGEST_PAUSE_S = 60.0
-_PREEMPTED_WAIT_S = 5.0
-_RESERVED = ("step", "split", "wall_time")
-_PICTURE = re.compile(r"(.+)-(\d+)\.png")
-
-
-@dataclasses.dataclass
-class Kept:
-  """What a tracker keeps of a run in its file.
-
-  Attributes:
-    id: made once for a run folder, before the tracker has heard of the run.
-    run: the tracker's own id, "" until it has made one.
-    sent: split -> the last step that was sent.
-    pictures: [last step whose pictures were sent, the names of this step's].
-    uploaded: the step whose files were uploaded at the end of the run.
-  """
-
-  id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
-  run: str = ""
-  sent: dict[str, int] = dataclasses.field(default_factory=dict)
-  pictures: list[Any] = dataclasses.field(default_factory=lambda: [-1, []])
-  uploaded: int = -1
+_NOT_SENT = ("step", "split", "wall_time", "steps_per_second")
 
 
 class Tracker(Action):
   """Sends a run's config, metrics, pictures and files to a tracker; see docs/trackers.md.
 
-  A subclass defines `connect`, `log` and what else its tracker can do. These methods run in one
-  thread of the chief. Whatever they raise becomes one line for the user; the thread tries again.
+  A subclass defines `connect` and `log`, and what else its tracker can do. They run on the chief,
+  `close` in a thread of its own. What they raise is a warning, and the last thing that is sent.
   """
 
   on = "both"
   package: ClassVar[str] = ""
-  """What the subclass imports, at first use."""
-  install: ClassVar[str] = ""
-  """The packages to install for it."""
+  """What the subclass imports, at first use; the extra that installs it has the same name."""
+  uploads: Sequence[str] = ("operative_config.gin", "export")
+  """Files and folders of the run folder that are uploaded when training is over."""
 
-  def __init__(self, *, wait_s: float = 30.0, upload: Sequence[str] = ()) -> None:
-    """Sets what happens at the end of the run.
+  _sends = False
 
-    Args:
-      wait_s: the most seconds that the end of the run waits for what is not sent yet.
-      upload: files and folders of the run folder to upload when training is over.
+  def connect(self, run_id: str) -> Mapping[str, int] | None:
+    """Starts the tracker's run, or continues that of this id; sends its config.
 
-    Raises:
-      ConfigError: `wait_s` is not above 0, or `upload` is no list of names in the run folder.
-    """
-    require_positive(f"{type(self).__name__}.wait_s", wait_s, unit="seconds")
-    if isinstance(upload, str) or any(os.path.isabs(u) or ".." in u.split("/") for u in upload):
-      raise ConfigError(
-        f"{type(self).__name__}.upload is {upload!r}; it must be a list of files and folders of "
-        "the run folder, such as ['export', 'best']."
-      )
-    self.wait_s, self.upload = wait_s, tuple(upload)
-    self.kept = Kept()
-    self._sender: Sender | None = None
-
-  def connect(self) -> None:
-    """Finds or makes this run at the tracker; sends its config.
-
-    Called before everything else, and again after an error. Sets `kept.run`.
+    Returns metric -> the last step that the tracker has; None if nothing is to be sent again.
     """
     raise NotImplementedError
 
-  def held(self) -> Mapping[str, int]:
-    """Returns split -> the last step that the tracker has; called after `connect`."""
-    return self.kept.sent
-
-  def log(self, records: Sequence[Record]) -> None:
-    """Sends records of metrics.jsonl, each later than `held`, in file order."""
+  def log(self, split: str, step: int, wall_time: float, values: Mapping[str, Number]) -> None:
+    """Sends the values of one loop or evaluation: "train/loss" -> value."""
     raise NotImplementedError
 
   def show(self, name: str, step: int, path: str) -> None:
@@ -121,205 +64,89 @@ class Tracker(Action):
   def close(self, status: Status, uploads: Mapping[str, str]) -> None:
     """Sends what is left, uploads name -> path, and ends the tracker's run."""
 
-  def abandon(self) -> None:
-    """Removes what would keep this process alive until everything is sent (host)."""
-
   def bind(self, run: Run) -> None:
-    """Checks that the tracker's package is there.
-
-    Raises:
-      ConfigError: it is not.
-    """
+    """Raises a ConfigError if the tracker's package is not installed (host)."""
     super().bind(run)
+    self._label = type(self).__name__
     if self.package and importlib.util.find_spec(self.package) is None:
       raise ConfigError(
-        f"run.actions has @{type(self).__name__}(), but the package {self.package!r} is not "
-        f"installed; run: pip install {self.install}"
+        f"run.actions has @{self._label}(), but the package {self.package!r} is not installed; "
+        f"run: pip install 'loopwright[{self.package}]'"
       )
 
   def begin(self) -> None:
-    """Starts the thread."""
-    if self.run.is_chief:
-      self._sender = Sender(self)
-      self._sender.start()
+    """Connects, and sends what metrics.jsonl has and the tracker has not."""
+    self._sends, self._shown = self.run.is_chief, 0
+    self._try(self._catch_up)
 
   def __call__(self, output: Output) -> None:
-    """Prints what the thread has to say; the thread itself reads metrics.jsonl."""
-    if self._sender is not None:
-      self._sender.speak()
+    """Sends the values, and new pictures."""
+    values = scalars(flatten(output))
+    self._try(lambda: self._log(self.run.split, self.run.step, time.time(), values))
+    self._try(self._show)
 
   def end(self) -> None:
-    """Waits until everything is sent, at most `wait_s`, or 5 s if a signal ends the run."""
-    if self._sender is not None:
-      self._sender.finish(self.wait_s)
-      self._sender.speak()
-      self._sender = None
-
-  @property
-  def run_name(self) -> str:
-    """The name of the run folder."""
-    return os.path.basename(os.path.abspath(self.run.model_dir))
-
-  @property
-  def label(self) -> str:
-    """The class, with a number if the run has several of it: "MLflow", "MLflow.2"."""
-    same = [action for action in self.run.actions if type(action) is type(self)]
-    number = next((i for i, action in enumerate(same) if action is self), 0)
-    return f"{type(self).__name__}.{number + 1}" if number else type(self).__name__
-
-
-class Sender:
-  """The thread of a tracker."""
-
-  def __init__(self, tracker: Tracker) -> None:
-    self._tracker, self._run = tracker, tracker.run
-    self._path = os.path.join(self._run.model_dir, layout.TRACKERS, f"{tracker.label}.json")
-    self._offset, self._connected, self._failing = 0, False, False
-    self._sent: dict[str, int] = {}
-    self._looked = -PICTURES_S
-    self._lines: collections.deque[str] = collections.deque(maxlen=100)
-    self._status: Status = "finished"
-    self._over = threading.Event()
-    name = f"loopwright-{tracker.label}"
-    self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-
-  def start(self) -> None:
-    """Starts the thread (host)."""
-    self._thread.start()
-
-  def speak(self) -> None:
-    """Prints what the thread has to say, in the thread that prints progress (host)."""
-    while self._lines:
-      self._run.message(self._lines.popleft())
-
-  def finish(self, wait_s: float) -> None:
-    """Returns when everything is sent, or after `wait_s` (host)."""
+    """Ends the tracker's run; waits at most 30 s, or 5 s if a signal ends the run."""
+    if not self._sends:
+      return
     error = sys.exc_info()[0]  # of the run, which ends in a `finally`
     killed = error is not None and issubclass(error, (Preempted, KeyboardInterrupt))
-    self._status = "killed" if killed else "failed" if error else "finished"
-    self._over.set()
-    self._thread.join(min(wait_s, _PREEMPTED_WAIT_S) if killed else wait_s)
-    if self._thread.is_alive() or self._failing:
-      with contextlib.suppress(Exception):  # it uses what belongs to the tracker's package
-        self._tracker.abandon()
-      last = max(self._tracker.kept.sent.values(), default=0)
-      self._say(f"has this run up to step {last}; start the same command again to send the rest")
+    status: Status = "killed" if killed else "failed" if error else "finished"
+    paths = {} if error else {n: os.path.join(self.run.model_dir, n) for n in self.uploads}
+    uploads = {name: path for name, path in paths.items() if tf.io.gfile.exists(path)}
+    closing = [lambda: self.close(status, uploads)]
+    thread = threading.Thread(target=self._try, args=closing, daemon=True)
+    thread.start()
+    thread.join(5 if killed else 30)
+    if thread.is_alive():
+      self.run.message(f"warning: {self._label} does not answer; it may lack the last values")
 
-  def _loop(self) -> None:
-    pause = POLL_S
-    while True:
-      over = self._over.wait(0 if not self._connected and not self._failing else pause)
-      try:
-        self._send()
-        if over:
-          self._tracker.close(self._status, self._uploads())
-          self._keep(uploaded=self._run.step)
-      except BaseException as error:  # also SystemExit, which a tracker may raise
-        self._connected = False
-        self._fail(error)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
-      else:
-        self._recover()
-        pause = POLL_S
-      if over:
-        return
+  def _try(self, send: Callable[[], None]) -> None:
+    if not self._sends:
+      return
+    try:
+      send()
+    except (Exception, SystemExit) as error:  # a client may raise either
+      self._sends = False
+      reason = textwrap.shorten(without_secrets(first_line(error)), 160, placeholder=" ...")
+      self.run.message(
+        f"warning: {self._label} fails ({reason}); training goes on without it, and the next start "
+        "sends what it lacks"
+      )
 
-  def _send(self) -> None:
-    """Sends everything that is new."""
-    tracker = self._tracker
-    if not self._connected:
-      tracker.kept = self._read()
-      self._keep()  # the id, before the tracker knows it
-      tracker.connect()
-      self._keep()
-      self._sent, self._offset, self._connected = dict(tracker.held()), 0, True
-    while True:
-      records, offset = self._run.metrics_log.read_from(self._offset, most=_AT_ONCE)
-      if offset == self._offset:
-        break
-      self._offset = offset
-      if new := [record for record in records if self._take(record)]:
-        tracker.log(new)
-        self._keep(sent=dict(self._sent))
-    self._show()
+  def _catch_up(self) -> None:
+    held = self.connect(self._id())
+    self._held: Mapping[str, int] = held or {}
+    for record in self.run.metrics_log.records() if held is not None else ():
+      if (split := record.get("split")) in ("train", "eval"):
+        values = {name: value for name, value in record.items() if name not in _NOT_SENT}
+        self._log(split, record["step"], record["wall_time"], scalars(values))
 
-  def _take(self, record: Record) -> bool:
-    """Returns whether a record is to be sent, and counts it as sent."""
-    split, step = record.get("split"), record["step"]
-    if not isinstance(split, str) or step <= self._sent.get(split, -1):
-      return False
-    self._sent[split] = step
-    return True
+  def _log(self, split: str, step: int, at: float, values: Mapping[str, Number]) -> None:
+    """Logs what the tracker did not have at the start: a restart repeats some steps."""
+    named = {allowed(f"{split}/{name}"): value for name, value in values.items()}
+    if new := {n: value for n, value in named.items() if step > self._held.get(n, -1)}:
+      self.log(split, step, at, new)
 
   def _show(self) -> None:
-    """Sends the pictures that are new."""
-    now = time.monotonic()
-    if now - self._looked < PICTURES_S and not self._over.is_set():
-      return
-    self._looked = now
-    step, names = self._tracker.kept.pictures
-    for at, name, path in sorted(pictures(os.path.join(self._run.model_dir, layout.MEDIA))):
-      if at > step or (at == step and name not in names):
-        self._tracker.show(name, at, path)
-        step, names = at, [name] if at > step else [*names, name]
-        self._keep(pictures=[step, names])
+    for name, step, path in self.run.board.pictures[self._shown :]:
+      self.show(name, step, path)
+      self._shown += 1
 
-  def _uploads(self) -> dict[str, str]:
-    """Returns name -> path of what is there to upload."""
-    if self._status != "finished" or self._tracker.kept.uploaded == self._run.step:
-      return {}
-    paths = {name: os.path.join(self._run.model_dir, name) for name in self._tracker.upload}
-    return {name: path for name, path in paths.items() if tf.io.gfile.exists(path)}
-
-  def _fail(self, error: BaseException) -> None:
-    if not self._failing:
-      self._failing = True
-      reason = textwrap.shorten(without_secrets(first_line(error)), 160, placeholder=" ...")
-      self._say(f"fails ({reason}); training goes on, and what it misses is sent later", warn=True)
-
-  def _recover(self) -> None:
-    if self._failing:
-      self._failing = False
-      self._say("has caught up")
-
-  def _say(self, text: str, *, warn: bool = False) -> None:
-    self._lines.append(f"{'warning: ' if warn else ''}{self._tracker.label} {text}")
-
-  def _read(self) -> Kept:
-    """Returns what the file says; a damaged one starts another run at the tracker."""
+  def _id(self) -> str:
+    path = os.path.join(self.run.model_dir, layout.TRACKERS, f"{self._label}.json")
     try:
-      return Kept(**json.loads(files.read(self._path)))
-    except (tf.errors.NotFoundError, ValueError, TypeError):
-      return Kept()
-
-  def _keep(self, **changes: Any) -> None:
-    kept = dataclasses.replace(self._tracker.kept, **changes)
-    self._tracker.kept = kept
-    files.make_folder(os.path.dirname(self._path))
-    files.atomic_write(self._path, json.dumps(dataclasses.asdict(kept)) + "\n")
+      return str(json.loads(files.read(path))["id"])
+    except (tf.errors.NotFoundError, ValueError, TypeError, KeyError):  # new, or damaged
+      made = uuid.uuid4().hex
+      files.make_folder(os.path.dirname(path))
+      files.atomic_write(path, json.dumps({"id": made}) + "\n")
+      return made
 
 
-def values(record: Record) -> dict[str, Number]:
-  """Returns the values of a record that are one number, as "split/name"."""
-  named = {name: value for name, value in record.items() if name not in _RESERVED}
-  return {f"{record['split']}/{name}": value for name, value in scalars(named).items()}
-
-
-def pictures(folder: str) -> Iterator[tuple[int, str, str]]:
-  """Yields (step, name, path) of the pictures that `Board.image` wrote."""
-  if not tf.io.gfile.isdir(folder):
-    return
-  for parent, _, names in tf.io.gfile.walk(folder):
-    for found in names:
-      if match := _PICTURE.fullmatch(found):
-        path = os.path.join(parent, found)
-        name = os.path.relpath(os.path.join(parent, match[1]), folder)
-        yield int(match[2]), name, path
-
-
-def newest_checkpoint(model_dir: str) -> str:
-  """Returns the path of the newest complete checkpoint, or ""."""
-  return next(reversed(list_checkpoints(os.path.join(model_dir, layout.CHECKPOINTS))), "")
+def allowed(name: str) -> str:
+  """Returns the name of a metric or parameter with the characters that MLflow allows."""
+  return re.sub(r"[^\w\-. /]", "_", name)[:250]
 
 
 def require_no_password(what: str, url: str | None) -> None:
