@@ -60,7 +60,6 @@ if TYPE_CHECKING:
   from loopwright.task import Task as Task
   from loopwright.tools.exports.action import Export as Export
   from loopwright.tools.forensics.action import StopOnNonFinite as StopOnNonFinite
-  from loopwright.tools.forensics.spikes import Spikes as Spikes
   from loopwright.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"

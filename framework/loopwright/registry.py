@@ -72,7 +72,6 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.task": "Task",
     "loopwright.tools.exports.action": "Export",
     "loopwright.tools.forensics.action": "StopOnNonFinite",
-    "loopwright.tools.forensics.spikes": "Spikes",
     "loopwright.trainer": "Trainer",
   },
   "command": {
@@ -176,7 +175,6 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.actions.tensorboard": "TensorBoard",
     "loopwright.tools.exports.action": "Export",
     "loopwright.tools.forensics.action": "StopOnNonFinite",
-    "loopwright.tools.forensics.spikes": "Spikes",
   },
   "tracker": {
     "loopwright.tools.trackers.mlflow": "MLflow[mlflow]",

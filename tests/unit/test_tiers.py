@@ -56,7 +56,6 @@ PIECES = {  # of each strategy, action and source that a config can name
   "Export": "test_actions.py::test_export_serves_what_the_model_computes",
   "StopOnNonFinite": FAULTS["an example that is not finite"],
   "ModelFlops": "test_model_flops.py::test_a_step_has_the_flops_of_its_closed_form",
-  "Spikes": "test_spikes.py::test_the_steps_and_weights_are_those_of_numpy",
   "Profile": "test_profiling.py::test_steps_at_the_ends_of_loops_and_of_the_run",
   "Show": "test_board.py::test_show_gets_the_metrics_of_the_evaluation_or_loop_before_it",
   "TensorBoard": (

@@ -5,7 +5,7 @@ from typing import Any
 
 from loopwright.configurables.reading import Config, Reference
 
-ACTIONS = ("LayerStatistics", "NoiseScale", "TimeBudget")
+ACTIONS = ("LayerStatistics", "NoiseScale", "Spikes", "TimeBudget")
 LIMITED = (
   *("ImageFolderSource", "TextFiles", "fashion_mnist", "image_folder", "load_arrays"),
   "text_files",

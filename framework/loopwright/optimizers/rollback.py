@@ -76,26 +76,6 @@ class Rollback(Observer):
     del steps
     self._after_step = after_step
 
-  def accepts(self, update: int, total: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Returns whether to apply an update, and those after it, a bool scalar (replica context).
-
-    Args:
-      update: its number in the step, from 0.
-      total: float scalar, the sum of its losses over all replicas.
-      weight: float scalar, the sum of the weights.
-    """
-    del update, weight
-    return tf.math.is_finite(total)
-
-  def accepts_norm(self, update: int, norm: tf.Tensor) -> tf.Tensor | None:
-    """Returns the same given the norm of its reduced gradients; None for True (replica context)."""
-    del update, norm
-    return None
-
-  def is_good(self, finite: tf.Tensor, loss_finite: tf.Tensor) -> tf.Tensor:
-    """Returns whether the step stands, a bool scalar (cross-replica); see `step_ends`."""
-    return loss_finite & finite if self.counts_gradients else loss_finite
-
   def step_begins(self) -> None:
     """Reads what any step may change (cross-replica)."""
     self._saved = {0: (self._volatile, read(self._strategy, self._volatile))}
@@ -119,7 +99,7 @@ class Rollback(Observer):
       finite: bool scalar, whether all reduced gradients are finite.
       loss_finite: bool scalar, whether all losses are finite.
     """
-    good = self.is_good(finite, loss_finite)
+    good = loss_finite & finite if self.counts_gradients else loss_finite
     saved = [(v, value) for pair in self._saved.values() for v, value in zip(*pair, strict=True)]
     if saved:
       tf.cond(good, lambda: None, lambda: write(self._strategy, *zip(*saved, strict=True)))
@@ -136,7 +116,7 @@ class _ReplicaRollback(StepObserver):
   """Rejects updates after a loss, or a gradient of an earlier update, that is not finite."""
 
   def __init__(self, rollback: Rollback) -> None:
-    self._rollback, self._updates = rollback, 0
+    self._rollback = rollback
     self._required: list[tf.Tensor] = []
     self._checked: list[tf.Tensor] = []
 
@@ -145,15 +125,12 @@ class _ReplicaRollback(StepObserver):
   ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     sums, scalar_sums = reduce(gradients, scalars)
     self._rollback.update_may_be_undone()
-    accepted = self._rollback.accepts(self._updates, scalar_sums[0], scalar_sums[1])
-    self._required.append(accepted)
-    self._updates += 1
+    self._required.append(tf.math.is_finite(scalar_sums[0]))
     return sums, scalar_sums
 
   def checked(self, finite: tf.Tensor, norm: tf.Tensor) -> None:
+    del norm
     self._checked.append(finite)
-    accepted = self._rollback.accepts_norm(self._updates - 1, norm)
-    self._required += [] if accepted is None else [accepted]
 
   def allowed(self, finite: tf.Tensor) -> tf.Tensor:
     for required in self._required:

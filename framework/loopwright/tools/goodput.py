@@ -58,7 +58,6 @@ class Goodput(NamedTuple):
     starts: how many processes worker 0 has had.
     broken: how many of them were killed or failed.
     steps, repeated: steps that count, and steps that were done in vain.
-    save_s, step_s: seconds of a save and of a step; 0 if unknown.
   """
 
   began: float
@@ -67,8 +66,6 @@ class Goodput(NamedTuple):
   broken: int
   steps: int
   repeated: int
-  save_s: float
-  step_s: float
 
   @property
   def seconds(self) -> float:
@@ -82,17 +79,6 @@ class Goodput(NamedTuple):
   def ordered(self) -> list[tuple[str, float]]:
     """Returns (part, seconds), the productive steps first, then the largest losses."""
     return sorted(self.parts.items(), key=lambda item: (item[0] != PRODUCTIVE, -item[1]))
-
-  def best_every(self) -> int | None:
-    """Returns the steps between saves that lose the least, by Young's formula; None if unknown.
-
-    sqrt(2 * seconds of a save * seconds between failures), "A first order approximation to the
-    optimum checkpoint interval", J. W. Young, CACM 17(9), 1974.
-    """
-    if not (self.broken and self.save_s > 0 and self.step_s > 0):
-      return None
-    up_s = self.seconds - self.parts.get(DOWN, 0.0)
-    return max(1, round(math.sqrt(2 * self.save_s * up_s / self.broken) / self.step_s))
 
 
 def of(worker: Sequence[Leg], now: float) -> Goodput:
@@ -117,7 +103,6 @@ def of(worker: Sequence[Leg], now: float) -> Goodput:
         parts[_called(name, counts=False, recovers=number > 0)] += (1 - counts) * seconds
   alive = _is_alive(worker[-1], now)
   broken = sum(each[-1].ended in ("", "failed") for each in starts) - alive
-  saves = sum(leg.saved for leg in worker)
   return Goodput(
     began=worker[0].began,
     parts={name: seconds for name, seconds in parts.items() if seconds > 0},
@@ -130,8 +115,6 @@ def of(worker: Sequence[Leg], now: float) -> Goodput:
       default=0,
     ),
     repeated=repeated,
-    save_s=parts["checkpoints"] / saves if saves else 0.0,
-    step_s=usual_s,
   )
 
 
@@ -197,12 +180,8 @@ def _called(name: str, *, counts: bool, recovers: bool) -> str:
   return REPEATED if name == "input wait" and not counts else name
 
 
-def table(found: Goodput, *, every: int | None = None) -> str:
-  """Returns the lines to print: each part with seconds and share, the largest loss, what to change.
-
-  Args:
-    every: run.checkpoint_every_steps, if known.
-  """
+def table(found: Goodput) -> str:
+  """Returns the lines to print: each part, the largest loss, what to change."""
   rows = found.ordered()
   width = max(len(name) for name, _ in rows)
   began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.began))
@@ -215,17 +194,13 @@ def table(found: Goodput, *, every: int | None = None) -> str:
     f"  {name:{width}} {seconds:10.2f} s {100 * found.share(name):5.1f} %" for name, seconds in rows
   ]
   total = f"  {'total':{width}} {found.seconds:10.2f} s 100.0 %"
-  return "\n".join([head, *lines, total, largest(found, every=every)])
+  return "\n".join([head, *lines, total, largest(found)])
 
 
-def largest(found: Goodput, *, every: int | None = None) -> str:
+def largest(found: Goodput) -> str:
   """Returns a line with the largest loss and what to change; see `table`."""
   part = next((name for name, _ in found.ordered() if name != PRODUCTIVE), "none")
   advice = ADVICE.get(part) or ADVICE.get(part.partition(":")[0]) or _OTHERWISE
-  best = found.best_every() if part in (REPEATED, "checkpoints") else None
-  if best:
-    now = "" if every is None else f", now {every}"
-    advice += f"; Young's formula says every {best} steps{now}"
   return f"largest loss: {part}; {advice}."
 
 
@@ -252,8 +227,7 @@ def run(parsed: Parsed) -> int:
   if parsed.values.json:
     print(json.dumps({**found._asdict(), "seconds": found.seconds}, indent=2))
     return 0
-  every = told.whole_number("run.checkpoint_every_steps")
-  lines = [table(found, every=every), flights.table(flights.read(told.path))]
+  lines = [table(found), flights.table(flights.read(told.path))]
   print("\n".join(map(printable, "\n".join(filter(None, lines)).split("\n"))))
   return 0
 

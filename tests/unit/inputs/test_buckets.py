@@ -147,7 +147,7 @@ def stream():
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("kind", ["buckets", "arrays", "stream"])
 def test_what_is_left_out_is_padding_wherever_it_is_read(kind, workers):
-  """As `Spikes.on_spike = 'rewind'` leaves out: the other rows stay as they are."""
+  """As `trainer.left_out` says: the other rows stay as they are."""
   arrays_of = ArraySource(features={"x": X, "mask": MASK})
   given = {"buckets": source(), "arrays": arrays_of, "stream": stream()}[kind]
   options, out = {"global_batch_size": 5, "pad_multiple": 2, "seed": 4}, [3, 9]

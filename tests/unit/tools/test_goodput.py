@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import os
 import time
 
@@ -48,8 +47,6 @@ def test_the_parts_of_a_killed_run_that_went_on():
   assert found.seconds == pytest.approx(137.55 - 100)
   assert sum(map(found.share, found.parts)) == pytest.approx(1)
   assert (found.steps, found.repeated, found.starts, found.broken) == (30, 4, 2, 1)
-  up_s = 137.55 - 100 - 6
-  assert found.best_every() == round(math.sqrt(2 * (0.5 / 3) * up_s / 1) / 0.2)
 
 
 def test_saved_steps_are_repeated_too_if_the_run_goes_on_before_them():
@@ -103,21 +100,6 @@ def test_a_first_loop_that_never_ended_was_no_step():
 def test_the_largest_loss_is_named_with_what_to_change(seconds, line):
   found = goodput.of([leg(0, (0, 1), seconds, first=True, saved=True, ended="done")], NOW)
   assert goodput.table(found).splitlines()[-1].startswith(f"largest loss: {line}")
-
-
-def test_too_few_saves_are_told_with_a_better_number():
-  found = goodput.of(
-    [
-      leg(0, (0, 10), {"training": 10, "checkpoints": 0.5}, first=True, saved=True),
-      leg(10.5, (10, 30), {"training": 20}),
-      leg(30.5, (10, 20), {"training": 10, "checkpoints": 0.5}, first=True, saved=True),
-      leg(41, (20, 20), {}, ended="done"),
-    ],
-    NOW,
-  )
-  every = round(math.sqrt(2 * 0.5 * 41) / 1.0)
-  said = f"says every {every} steps, now 10."
-  assert goodput.table(found, every=10).endswith(said)
 
 
 # ---- The record ----

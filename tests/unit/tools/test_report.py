@@ -155,7 +155,7 @@ def test_a_long_curve_keeps_evenly_spaced_points():
 def test_the_page_shows_results_configs_goodput_verify_samples_and_environment(monkeypatch):
   without_plotly(monkeypatch)
   parts = {"training": 3.0, "input wait": 1.0}
-  went = {"runs/a": goodput.Goodput(0.0, parts, 1, 0, 2, 0, 0.0, 0.0)}
+  went = {"runs/a": goodput.Goodput(0.0, parts, 1, 0, 2, 0)}
   monkeypatch.setattr(goodput, "read", went.get)
   one = make(
     "runs/a", line(2, "eval", loss=0.5),

@@ -13,7 +13,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 import numpy as np
@@ -36,7 +36,6 @@ from loopwright.trainer import Trainer
 
 MOST_EXAMPLES = 16
 """How many offending examples to look for; each costs about 2 log2(rows) passes of one replica."""
-Probe = TypeVar("Probe", bound="Replayed")
 _LOSS, _SUM_OF_LOSSES = "loss", "sum of the losses"
 
 
@@ -155,7 +154,7 @@ def examine(trainer: Trainer) -> NonFiniteReport:
   rollback = _rollback_of(trainer)
   parts = dataclasses.replace(trainer.parts, observers=(rollback,))
   rollback.step_begins()
-  with replayed(trainer, lambda: _Probe(parts, rollback)) as probes:
+  with _replayed(trainer, lambda: _Probe(parts, rollback)) as probes:
     findings = [finding for each in probes for finding in each.findings()]
   return NonFiniteReport(
     step=int(trainer.global_step.numpy()) + 1,
@@ -165,7 +164,7 @@ def examine(trainer: Trainer) -> NonFiniteReport:
 
 
 @contextlib.contextmanager
-def replayed(trainer: Trainer, make: Callable[[], Probe]) -> Iterator[list[Probe]]:
+def _replayed(trainer: Trainer, make: Callable[[], _Probe]) -> Iterator[list[_Probe]]:
   """Runs the step after `trainer.global_step` eagerly; restores all that it changed (host).
 
   Args:
@@ -174,13 +173,12 @@ def replayed(trainer: Trainer, make: Callable[[], Probe]) -> Iterator[list[Probe
   Yields:
     The step of each replica of this process, while what it changed is there.
   """
-  strategy, probes = trainer.strategy, list[Probe]()
+  strategy, probes = trainer.strategy, list[_Probe]()
 
   @as_written
   def probe(batch: Batch) -> None:
     probes.append(made := make())
     step_record.run(made, trainer.task.train_step, batch)
-    made.over(batch)
 
   variables = _all_variables(trainer)
   before = read(strategy, variables)
@@ -207,18 +205,25 @@ def _first_pass(findings: Sequence[Finding]) -> list[Finding]:
   return sorted(local, key=lambda f: f.replica or 0) or found[:1]
 
 
-class Replayed(Step):
-  """A step that is run eagerly and looked at when it is over, outside of the strategy.
+class _Probe(Step):
+  """A step, run eagerly, that checks each replica's values before they are summed.
+
+  It must not communicate more than the step itself: replicas without a finding would not take part,
+  and the others would wait for them forever. So `findings` looks for the examples after the step,
+  outside of the strategy.
 
   Attributes:
     replica: which one.
     names: of each backward pass, the names of its variables.
   """
 
-  def __init__(self, parts: StepParts) -> None:
+  def __init__(self, parts: StepParts, rollback: Rollback) -> None:
     """Starts a step, in replica context."""
     self.replica, self.names = int(parts.replica_id()), list[list[str]]()
     super().__init__(dataclasses.replace(parts, replica_id=lambda: tf.constant(self.replica)))
+    self._counts_gradients = rollback.counts_gradients
+    self._sums: list[Finding] = []
+    self._locate: Callable[[], list[Finding]] | None = None
 
   def gradients(
     self,
@@ -238,24 +243,6 @@ class Replayed(Step):
     """See `Step`."""
     self.names.append([models.name(variable) for variable in variables])
     return super().gradients_of(tape, loss, variables)
-
-  def over(self, batch: Batch) -> None:
-    """Called when the step has run, with its batch (replica context)."""
-
-
-class _Probe(Replayed):
-  """A step, run eagerly, that checks each replica's values before they are summed.
-
-  It must not communicate more than the step itself: replicas without a finding would not take part,
-  and the others would wait for them forever. So `findings` looks for the examples after the step,
-  outside of the strategy.
-  """
-
-  def __init__(self, parts: StepParts, rollback: Rollback) -> None:
-    super().__init__(parts)
-    self._counts_gradients = rollback.counts_gradients
-    self._sums: list[Finding] = []
-    self._locate: Callable[[], list[Finding]] | None = None
 
   def findings(self) -> list[Finding]:
     """Returns what is not finite and its examples; call it outside of any strategy (host)."""

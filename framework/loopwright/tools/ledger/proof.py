@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 PURPOSE = "ledger"
 """The key of the examples' hashes."""
 _AT_ONCE = 1 << 16
-_SEARCHED = 1 << 24
-"""Searches the wrong example among this many."""
 
 
 class Start(NamedTuple):
@@ -218,34 +216,22 @@ def _number(part: str) -> tuple[str, int]:
 # ---- What must have been read ----
 
 
-class Order:
-  """Which example each position reads, and the hashes of ranges of positions."""
+def ids_of(start: Start, first: int, last: int) -> np.ndarray:
+  """Returns int64 [last - first]: the examples at positions first, ..., last - 1."""
+  import tensorflow as tf
 
-  def __init__(self, start: Start) -> None:
-    """Takes num_examples (not None), seed and shuffle from `start`."""
-    self._start = start
+  from loopwright.inputs.ordering import examples_at
 
-  def ids(self, first: int, last: int) -> np.ndarray:
-    """Returns int64 [last - first]: the examples at positions first, ..., last - 1."""
-    import tensorflow as tf
-
-    from loopwright.inputs.ordering import examples_at
-
-    count = self._start.num_examples
-    assert count is not None
-    positions = np.arange(first, last)
-    if (shares := shares_of(self._start)) and len(positions):
-      of_run: dict[str, Any] = {"seed": self._start.seed, "shuffle": self._start.shuffle}
-      return shares.ids(tf.constant(positions), **of_run).numpy()
-    if not self._start.shuffle or not len(positions):
-      return self._start.first + positions % count
-    ids = examples_at(tf.constant(positions), num_examples=count, seed=self._start.seed)
-    return self._start.first + ids.numpy()
-
-  def sums(self, first: int, last: int) -> np.ndarray:
-    """Returns uint64 [last - first + 1]: cumulative sums of hashes modulo 2**64, beginning at 0."""
-    hashes = hashes_of(self.ids(first, last))
-    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(hashes, dtype=np.uint64)])
+  count = start.num_examples
+  assert count is not None
+  positions = np.arange(first, last)
+  if (shares := shares_of(start)) and len(positions):
+    of_run: dict[str, Any] = {"seed": start.seed, "shuffle": start.shuffle}
+    return shares.ids(tf.constant(positions), **of_run).numpy()
+  if not start.shuffle or not len(positions):
+    return start.first + positions % count
+  ids = examples_at(tf.constant(positions), num_examples=count, seed=start.seed)
+  return start.first + ids.numpy()
 
 
 def shares_of(start: Start) -> Shares | None:
@@ -442,8 +428,8 @@ class _Tally:
 
 def _compare(ledgers: Sequence[Ledger], steps: Sequence[int], position: int, tally: _Tally) -> None:
   start = ledgers[0].path[steps[0]].start
-  batch, order = start.global_batch_size, Order(start)
-  ids = order.ids(position, position + len(steps) * batch)
+  batch = start.global_batch_size
+  ids = ids_of(start, position, position + len(steps) * batch)
   stay = ~np.isin(ids, start.left_out).reshape(len(steps), batch)
   hashes = hashes_of(ids).reshape(len(steps), batch) * stay
   tally.left_out += int((~stay).sum())
@@ -459,66 +445,12 @@ def _compare(ledgers: Sequence[Ledger], steps: Sequence[int], position: int, tal
   if wrong:
     index, worker = min(wrong)
     step = steps[index]
-    row, at = ledgers[worker].path[step], position + index * batch
-    raise Problem(f"step {step}, worker {worker}: {_diagnosis(row, step, at, order)}")
+    row = ledgers[worker].path[step]
+    first, last = _share(row.start)
+    must = int(stay[index, first:last].sum())
+    raise Problem(
+      f"step {step}, worker {worker}: differs: its {row.examples} examples are not the {must} of "
+      "its positions"
+    )
   add = tally.add_mixture if start.shares else tally.add
   add(ids, position, start, steps[0])
-
-
-def _diagnosis(row: StepRecord, step: int, position: int, order: Order) -> str:
-  first, last = _share(row.start)
-  right = order.ids(position + first, position + last)
-  right = right[~np.isin(right, row.start.left_out)]
-  return (
-    _moved(row, step, position, order)
-    or _one_example(row, right)
-    or f"differs: its {row.examples} examples are not the {len(right)} of its positions"
-  )
-
-
-def _moved(row: StepRecord, step: int, position: int, order: Order) -> str | None:
-  """Says how far the examples are from the right position, if they are consecutive in the order."""
-  first, last = _share(row.start)
-  batch, count = row.start.global_batch_size, row.start.num_examples or 0
-  reach = max(16 * batch, min(2 * count, 1 << 20))
-  low = max(0, position - reach)
-  sums = order.sums(low, position + reach + batch)
-  width = last - first
-  if row.examples != width:
-    return None
-  stretches = sums[width:] - sums[: len(sums) - width]
-  offsets = np.flatnonzero(stretches == np.uint64(row.digest)) + low - (position + first)
-  if not len(offsets):
-    return None
-  offset = int(offsets[np.argmin(np.abs(offsets))])
-  if offset % batch == 0:
-    other = step + offset // batch
-    return f"{'skips to' if offset > 0 else 'repeats'} the examples of step {other}"
-  examples = f"{abs(offset)} example{'' if abs(offset) == 1 else 's'}"
-  return f"skips {examples}" if offset > 0 else f"starts {examples} too early, and repeats them"
-
-
-def _one_example(row: StepRecord, right: np.ndarray) -> str | None:
-  """Says which single example is wrong, extra or missing, if only one is."""
-  expected = hashes_of(right).tolist()
-  difference = row.digest - sum(expected)
-  count, first = min(row.start.num_examples or 0, _SEARCHED), row.start.first
-  known = hashes_of(first + np.arange(count))
-  places = np.argsort(known)
-  ordered = known[places]
-
-  def example(digest: int) -> int | None:
-    wanted = np.uint64(digest % 2**64)
-    place = int(np.searchsorted(ordered, wanted))
-    found = place < len(ordered) and ordered[place] == wanted
-    return first + int(places[place]) if found else None
-
-  if row.examples == len(right) + 1 and (extra := example(difference)) is not None:
-    return f"repeats or adds example {extra}"
-  if row.examples == len(right) - 1 and (lost := example(-difference)) is not None:
-    return f"skips example {lost}"
-  if row.examples == len(right):
-    for one, digest in zip(right.tolist(), expected, strict=True):
-      if (other := example(difference + digest)) is not None:
-        return f"differs: it consumed example {other} in place of {one}"
-  return None
