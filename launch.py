@@ -22,6 +22,17 @@ except (AttributeError, ImportError) as error:
       which = f"{HERE}/{name}.py has the name of Python's own module '{name}'"
       print(f"error: {which}: rename it. ({error})", file=sys.stderr)
       sys.exit(2)
+  if (
+    isinstance(error, ModuleNotFoundError)
+    and error.name
+    and error.name.split(".")[0] != "loopwright"
+  ):
+    print(
+      f"error: the package {error.name!r} is not installed in {sys.executable}; run: uv run "
+      "launch.py, or pip install -e . in this folder, which bring it.",
+      file=sys.stderr,
+    )
+    sys.exit(2)
   raise
 
 __all__ = ["LOCAL_FLAGS", "main", "parse_flags", "run_process"]

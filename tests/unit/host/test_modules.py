@@ -81,3 +81,12 @@ def test_what_the_framework_loads_itself_is_not_replaced(tmp_path):
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
   assert done.stdout.startswith("done: step 2 |")
+
+
+def test_launch_without_its_packages_is_one_line():
+  program = [sys.executable, "-S", str(ROOT / "launch.py"), "train", "digits_cnn"]
+  done = subprocess.run(program, capture_output=True, text=True, env={"PATH": ""}, check=False)
+  assert done.returncode == 2
+  assert re.fullmatch(
+    r"error: the package '\w+' is not installed in .*; run: uv run .*\n", done.stderr
+  )
