@@ -4,9 +4,8 @@
 
 A trial of `starts` starts two or three runs in one new folder, at random moments. Exactly one of
 those that meet must train; the others end with status 2 and one line that names it. What is left
-must be bit-identical to a run alone. In the other kinds a run that SIGKILL ended has left its lock,
-or it is altered by hand to that of another machine or an earlier boot, or cut off: two more runs
-start, and one takes the folder over and goes on.
+must be bit-identical to a run alone. In the other kinds a run that SIGKILL ended has left its
+owner.json, whole or cut off: two more runs start, and one takes the folder over and goes on.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from pathlib import Path
 from benchmarks import comparison, forks
 from benchmarks.trials import Outcome, Run
 
-KINDS = ("starts", "killed", "other_boot", "other_host", "unreadable")
+KINDS = ("starts", "killed", "unreadable")
 LIMIT_S = 60.0
 SPREAD_S = 2.0
 """Starts differ by up to this; a run takes about a second."""
-_PATIENCE_S = 0.5
 
 
 def prepare(base: Path, options: argparse.Namespace) -> Run:
@@ -52,7 +50,7 @@ def starts(kind: str, folder: Path, rng: random.Random) -> list[forks.Fork]:
 
 
 def stale(kind: str, folder: Path, rng: random.Random) -> list[forks.Fork]:
-  """Leaves a lock, then starts two runs at once."""
+  """Leaves an owner.json, then starts two runs at once."""
   first, owner = forks.small(folder), folder / "owner.json"
   while not owner.exists() and first.poll() is None:
     time.sleep(0.01)
@@ -60,16 +58,16 @@ def stale(kind: str, folder: Path, rng: random.Random) -> list[forks.Fork]:
   record = owner.read_bytes() if first.poll() is None else b"{}\n"
   first.send(signal.SIGKILL)
   first.wait(LIMIT_S)
-  if kind != "killed":
-    owner.write_bytes(altered(record, kind))
-  return [started(folder, index, hurry=True) for index in range(2)]
+  if kind == "unreadable":
+    owner.write_bytes(record[: len(record) // 2])
+  return [started(folder, index) for index in range(2)]
 
 
-def started(folder: Path, index: int, *, hurry: bool = False) -> forks.Fork:
+def started(folder: Path, index: int) -> forks.Fork:
   """Starts a run with a log of its own."""
   log = folder.with_name(f"{folder.name}-{index}.txt")
   arguments = [f"--gin_file={forks.CONFIG}", f"--model_dir={folder}"]
-  return forks.Fork(arguments, log, before=_hurry if hurry else lambda: None)
+  return forks.Fork(arguments, log)
 
 
 def judged(runs: list[forks.Fork], folder: Path, reference: Path) -> Outcome:
@@ -91,18 +89,3 @@ def judged(runs: list[forks.Fork], folder: Path, reference: Path) -> Outcome:
   keys = collections.Counter((line["step"], line["split"]) for line in lines)
   outcome.misses += [f"step {step} of {split} twice" for (step, split), n in keys.items() if n > 1]
   return outcome
-
-
-def altered(record: bytes, kind: str) -> bytes:
-  """Returns the record of another machine, of an earlier boot, or half of one."""
-  if kind == "unreadable":
-    return record[: len(record) // 2]
-  host = {} if kind == "other_boot" else {"host": "elsewhere"}
-  return json.dumps({**json.loads(record or b"{}"), "boot": "another", **host}).encode() + b"\n"
-
-
-def _hurry() -> None:
-  """Waits less for the beat of another machine's owner; nothing else changes."""
-  from loopwright.run_folder import ownership
-
-  ownership.PATIENCE_S, ownership.BEAT_S = _PATIENCE_S * 4, _PATIENCE_S

@@ -84,7 +84,6 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.tools.report": "report=run",
     "loopwright.tools.runs.diff": "diff=run",
     "loopwright.tools.goodput": "goodput=run",
-    "loopwright.commands.push": "push=run",
     "loopwright.commands.new": "new=run",
   },
   "part": {

@@ -20,7 +20,7 @@ from loopwright.evaluator import Evaluator
 from loopwright.inputs import datasets
 from loopwright.options import Cadence
 from loopwright.run_folder import checkpoints
-from loopwright.run_folder.places import Opened
+from loopwright.run_folder.places import RunFolder
 from loopwright.runs.session import Session
 
 REPOSITORY = Path(launch.__file__).parent
@@ -77,7 +77,7 @@ class Scene:
       **{
         "trainer": self.trainer,
         "evaluator": self.evaluator,
-        "place": Opened(str(folder), str(folder)),
+        "folder": RunFolder(str(folder)),
         "cadence": cadence,
         "keep_checkpoints": 10,
         **options,

@@ -1,6 +1,7 @@
 """What tests do with a run: make its trainer, read what it logged and what each replica holds."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,13 @@ from loopwright.inputs import datasets
 from loopwright.models import models
 from loopwright.task import preprocess_of
 from loopwright.trainer import Trainer
+
+_REMARK = re.compile(r"WARNING: All log messages before absl|[IWE]\d{4} ")
+
+
+def said(stderr):
+  """Returns what a process wrote, without the lines of TensorFlow's C++ code."""
+  return "".join(each for each in stderr.splitlines(keepends=True) if not _REMARK.match(each))
 
 
 def make_trainer(task, strategy, *, batch, optimizer, data=None, **options):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
+from runs import said
 
 import launch
 from loopwright import configurables
@@ -347,7 +348,7 @@ def test_a_local_cluster_prints_the_one_line_and_does_not_import_tensorflow(monk
   done = command("-c", f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); {code}")
   assert (done.returncode, done.stdout) == (0, "2 False\n")
   line = "error: x.gin:1: run.seed is 1000.0; it must be int. Write 1000.\n"
-  assert done.stderr in (line, f"[worker-1] {line}")
+  assert said(done.stderr) in (line, f"[worker-1] {line}")
   assert sorted(os.listdir("m/logs")) == ["worker-0.log", "worker-1.log"]
 
 
@@ -355,7 +356,7 @@ def test_the_whole_command_prints_the_one_line():
   Path("x.gin").write_text("run.seed = 1e3\n")
   done = command(str(REPOSITORY / "launch.py"), "--gin_file=x.gin")
   assert (done.returncode, done.stdout) == (2, "")
-  assert done.stderr == "error: x.gin:1: run.seed is 1000.0; it must be int. Write 1000.\n"
+  assert said(done.stderr) == "error: x.gin:1: run.seed is 1000.0; it must be int. Write 1000.\n"
 
 
 def the_python_of(process):
@@ -386,7 +387,8 @@ def test_a_signal_before_the_first_step_ends_at_once(number, first):
   assert process.stdout.readline() == "here\n"
   os.kill(the_python_of(process.pid), number)
   name = signal.Signals(number).name
-  assert process.communicate(timeout=30) == ("", f"{name}: exited, nothing to save\n")
+  out, err = process.communicate(timeout=30)
+  assert (out, said(err)) == ("", f"{name}: exited, nothing to save\n")
   assert process.returncode == 75
 
 
@@ -399,4 +401,4 @@ def test_another_backend_of_keras(capsys, monkeypatch, tmp_path):
   Path("x.gin").write_text("run.seed = 1e3\n")
   monkeypatch.setenv("KERAS_HOME", str(tmp_path))
   done = command(str(REPOSITORY / "launch.py"), "--gin_file=x.gin")
-  assert done.stderr == "error: x.gin:1: run.seed is 1000.0; it must be int. Write 1000.\n"
+  assert said(done.stderr) == "error: x.gin:1: run.seed is 1000.0; it must be int. Write 1000.\n"

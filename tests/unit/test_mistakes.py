@@ -16,6 +16,7 @@ from pathlib import Path
 import gin
 import pytest
 import tensorflow as tf
+from runs import said
 
 import launch
 
@@ -377,7 +378,7 @@ def in_its_own_process(folder, config):
 def test_the_line_is_all_there_is(folder):
   done = in_its_own_process(folder, ["Toy.loss = @column_of_squares"])
   assert (done.returncode, done.stdout) == (2, "")
-  [line] = done.stderr.splitlines()
+  [line] = said(done.stderr).splitlines()
   assert line.startswith("error: per-example values must be a vector [n]")
 
 
@@ -388,7 +389,7 @@ def test_a_traceback_is_all_there_is_after_an_error_in_a_task(folder):
   [line] = [n for n, text in enumerate(mistaken_lines(), 1) if 'outputs["logits"]' in text]
   assert f'mistaken.py", line {line}, in crashing' in done.stderr
   assert done.stderr.count("Traceback") == 1
-  assert "WARNING" not in done.stderr
+  assert "WARNING" not in said(done.stderr)
 
 
 @pytest.mark.whole
@@ -402,6 +403,6 @@ def test_logical_cpus_with_a_task_that_starts_tensorflow(called, status, folder)
   done = in_its_own_process(folder, ["import my_early", *strategy])
   assert done.returncode == status, done.stderr
   if status:
-    [line] = done.stderr.splitlines()
+    [line] = said(done.stderr).splitlines()
     assert line.startswith("error: cpu_replicas is 2, but TensorFlow is already initialised")
     assert "write run.task = @my_task, without parentheses" in line

@@ -28,14 +28,13 @@ from typing import NoReturn
 import loopwright
 from loopwright import registry
 from loopwright.commands import arguments, process
-from loopwright.host import lazy_keras, native_log
+from loopwright.host import lazy_keras
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command line `argv`, the program first, and returns the exit status (host)."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before anything imports TensorFlow.
   lazy_keras.install()
-  native_log.import_without_remarks("tensorflow")
   backend = os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # before keras.json
   if backend != "tensorflow":
     return process.say(

@@ -115,11 +115,6 @@ COMMANDS: Mapping[str, Command] = {
     "Compares two runs: bindings, data, versions, results.", "RUN RUN", example="diff runs/a runs/b"
   ),
   "goodput": Command("Tells where the wall time of a run went.", "RUN", example="goodput runs/a"),
-  "push": Command(
-    "Uploads a run that its store has not got whole.",
-    "URL [URL ...]",
-    example="push s3://bucket/run",
-  ),
   "new": Command("Makes a project: a task, its config, a test.", "NAME", example="new waves"),
 }
 

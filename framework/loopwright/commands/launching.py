@@ -66,7 +66,6 @@ def check_config(gin_files: Sequence[str], gin_params: Sequence[str]) -> int:
 
 def verify(values: argparse.Namespace) -> int:
   """Prints the results of the checks of the config in force; returns 1 if any check failed."""
-  from loopwright.host.native_log import without_remarks
   from loopwright.tools import verify as checks
   from loopwright.tools.verify import last_report, report
 
@@ -76,7 +75,7 @@ def verify(values: argparse.Namespace) -> int:
     kept, why = last_report.holding(values.json, inputs, groups)
   if values.json:
     _require_writable(values.json)
-  with without_remarks(), report.shown(len(groups)) as (show, left):
+  with report.shown(len(groups)) as (show, left):
     if why:
       show(why)
     made = checks.verify(

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import gin
 
 from loopwright import registry
-from loopwright.configurables import imports, retired, table
+from loopwright.configurables import imports, table
 from loopwright.configurables.graph import Graph, Use
 from loopwright.configurables.reading import MACRO, Binding, Config, at, read, scoped
 from loopwright.configurables.values import (
@@ -84,7 +84,6 @@ def examine(gin_files: Sequence[str], gin_params: Sequence[str] = ()) -> Examina
     return Examination(Config([], [], []), [], Graph([]), [unread])
   table.register_roots()  # before a module of the user's can be in the way
   imports.make_importable(config.files)
-  config = retired.without(config)
   found = list(_failed_imports(config))
   return examined(config, found)
 

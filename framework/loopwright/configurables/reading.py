@@ -138,12 +138,7 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 def _read_file(config: Config, path: str, including: tuple[str, ...]) -> None:
-  if urls.is_url(path):
-    from loopwright.host import stores
-
-    data = stores.read(path)
-  else:
-    data = bounded.content(path, "a gin file", remedy="make it readable")
+  data = bounded.content(path, "a gin file", remedy="make it readable")
   try:
     text = io.StringIO(data.decode("utf-8-sig"), newline=None).read()  # all kinds of line ends
   except UnicodeDecodeError:
@@ -216,29 +211,15 @@ def _included(name: str, including: tuple[str, ...]) -> str:
   return path
 
 
-def _joined(folder: str, name: str) -> str:
-  scheme, separator, path = folder.partition("://")
-  if not separator or os.path.isabs(name):
-    return os.path.normpath(os.path.join(folder, name))
-  return f"{scheme}://{os.path.normpath(os.path.join(path, name))}"
-
-
-def _url_exists(url: str) -> bool:
-  from loopwright.host import stores
-
-  return stores.exists(url)
-
-
 def _gin_file(name: str, folders: Sequence[str]) -> str:
   """Returns the path of a gin file, searched in `folders` and then among the shipped."""
-  if urls.is_url(name):
-    return name
+  urls.require_path("the gin file", name, "configs are read from disk")
   tops = [*folders, str(imports.SHIPPED)]
-  paths = list(dict.fromkeys(_joined(top, name) for top in tops))
+  paths = list(dict.fromkeys(os.path.normpath(os.path.join(top, name)) for top in tops))
   for path in paths:
-    if _url_exists(path) if urls.is_url(path) else os.path.isfile(path):
+    if os.path.isfile(path):
       return path
   for path in paths:
-    if not urls.is_url(path) and os.path.exists(path):
+    if os.path.exists(path):
       return path  # a folder or a pipe: the reader says which
   raise registry.load("part", "no_gin_file")(name, paths)

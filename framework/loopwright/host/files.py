@@ -130,14 +130,6 @@ def is_still(path: str, descriptor: int) -> bool:
   return False
 
 
-def path_of(descriptor: int) -> str | None:
-  """Returns where an open file is now; None if it was removed, or the system does not tell."""
-  with contextlib.suppress(OSError):
-    path = os.readlink(f"/proc/self/fd/{descriptor}")
-    return path if is_still(path, descriptor) else None
-  return None
-
-
 def make_folder(path: str) -> None:
   """Makes a folder in one that exists: a run folder that was removed is not made again (host)."""
   if not tf.io.gfile.isdir(path):

@@ -2,7 +2,7 @@
 
     shown("Upload.api_token", "a1b2c3")        'sha256:b5c6e0d9f0b1' in place of the text
     shown("Upload.api_token", "env:UPLOADS")   the same: the environment has the secret
-    shown("Text.pad_token", "<pad>")           the same: it is no secret
+    shown("Text.pad_token", "<pad>")           the same: no secret has this name
 
 A digest tells that a secret changed, not what it is. It is short, and a secret that can be guessed
 can be guessed from it too.
@@ -22,41 +22,19 @@ from typing import Any
 ENVIRONMENT = re.compile(r"env:([A-Za-z_]\w*)")
 """A value that stands for a variable of the environment."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{12}")
-_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_ALWAYS = re.compile("secrets?|passw(or)?ds?|passphrase|pwd|credentials?|apikeys?|authorization")
-_MAYBE = re.compile("token|key")
-_ACCESS = re.compile("api|access|auth|bearer|private|refresh|secret|service|session")
-"""Before `tokens` or `keys`: the plural alone is a list of words, or of columns."""
-_NO_VALUE = re.compile(
-  "columns?|count|dim|dir|field|file|folder|format|length|name|path|prefix|separator|size|suffix|"
-  "type"
+NAMES = (
+  *("access_key", "access_token", "api_key", "api_token", "apikey", "auth_token", "authorization"),
+  *("bearer_token", "credential", "credentials", "hf_token", "passphrase", "passwd", "password"),
+  *("private_key", "pwd", "refresh_token", "secret", "secret_key", "session_token", "wandb_key"),
 )
-"""A last part that says that the value is about a secret, such as its file."""
-_WORDS = re.compile(
-  # a token of a text
-  "begin|blank|bos|cls|end|eos|fill|first|last|mask|newline|next|oov|pad|padding|sep|separator|"
-  "space|special|start|stop|unk|unknown|word|"
-  # a key of a table
-  "audio|batch|cache|caption|class|column|data|dataset|dict|example|features?|field|group|id|image|"
-  "index|inputs?|join|json|labels?|metric|model|outputs?|parent|primary|public|query|record|"
-  "sequence|sort|state|target|text|video|weights?"
-)
-"""Before `token` or `key`: not one that opens something."""
-_BRACKETED = re.compile(r"<.*>|\[.*\]|\{.*\}|\|.*\||.")
+"""How the name of a secret ends. "token" alone is one too; "pad_token" and "label_key" are not."""
 _NAMED = re.compile(r"([\w./]+)['\"]?\s*[=:]\s*(?=\S)")
 
 
 def is_secret(name: str) -> bool:
   """Whether the name of a binding, an argument or a macro says that its text is a secret."""
-  parts = [part.lower() for part in _PARTS.findall(re.split(r"[./]", name)[-1])]
-  if not parts or _NO_VALUE.fullmatch(parts[-1]):
-    return False
-  before = parts[-2] if len(parts) > 1 else ""
-  if any(map(_ALWAYS.fullmatch, parts)):
-    return True
-  if _MAYBE.fullmatch(parts[-1]):
-    return not _WORDS.fullmatch(before)
-  return bool(_MAYBE.fullmatch(parts[-1].removesuffix("s")) and _ACCESS.fullmatch(before))
+  last = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", re.split(r"[./]", name)[-1]).lower()
+  return last == "token" or f"_{last}".endswith(tuple(f"_{each}" for each in NAMES))
 
 
 def shown(name: str, value: Any) -> Any:
@@ -73,7 +51,7 @@ def shown(name: str, value: Any) -> Any:
   if not isinstance(value, str | bytes) or not is_secret(name):
     return value
   text = value.decode(errors="replace") if isinstance(value, bytes) else value
-  stays = ENVIRONMENT.fullmatch(text) or _DIGEST.fullmatch(text) or _BRACKETED.fullmatch(text)
+  stays = ENVIRONMENT.fullmatch(text) or _DIGEST.fullmatch(text)
   return value if stays or not text else digest(text)
 
 
@@ -110,18 +88,18 @@ def command(words: Iterable[str] | None = None) -> str:
 
 
 def same(before: str | None, now: str | None) -> bool:
-  """Whether two recorded values are equal, or one is the digest of the other's variable."""
+  """Whether two recorded values are equal, or one is the digest of the other."""
   if before == now or before is None or now is None:
     return before == now
-  return _digest_of(before) == _digest_of(now) is not None
+  texts = [before.strip("'\""), now.strip("'\"")]
+  return any(map(is_digest, texts)) and _digest_of(texts[0]) == _digest_of(texts[1])
 
 
 def _inner(name: str, key: object) -> str:
   return key if isinstance(key, str) and is_secret(key) else name
 
 
-def _digest_of(recorded: str) -> str | None:
-  text = recorded.strip("'\"")
+def _digest_of(text: str) -> str | None:
   if found := ENVIRONMENT.fullmatch(text):
     return digest(os.environ[found[1]]) if found[1] in os.environ else None
-  return text if is_digest(text) else None
+  return text if is_digest(text) else digest(text)

@@ -29,12 +29,7 @@ def handled(handler: Callable[[int, object], None], *, wakes: socket.socket) -> 
   """
   wakeup = signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
   heard = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]
-
-  def hurried(number: int, frame: object) -> None:
-    output.hurry()
-    handler(number, frame)
-
-  before = {number: signal.signal(number, hurried) for number in heard}
+  before = {number: signal.signal(number, handler) for number in heard}
   try:
     yield
   finally:
@@ -113,7 +108,6 @@ class StopSignals:
     interrupts = 0
     with ours:
       while received := ours.recv(1):
-        output.hurry()
         if received[0] != signal.SIGINT:
           continue
         interrupts += 1

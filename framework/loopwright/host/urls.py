@@ -1,4 +1,4 @@
-"""Whether a path is a URL, such as s3://bucket/run; stores.py reads what is there."""
+"""Whether a path is a URL, such as s3://bucket/run; run_folder/remote.py reads it."""
 
 import re
 
@@ -16,9 +16,16 @@ def is_url(path: str) -> bool:
   """Whether a path is a URL, not a path of the operating system.
 
   Raises:
-    ConfigError: it is neither, such as "s3:/bucket/run", which would be a folder named "s3:".
+    ConfigError: it is neither, such as "s3:/bucket/run", which would be a folder named "s3:"; or a
+      URL with a password.
   """
   if "://" in path:
+    place = path.partition("://")[2].partition("/")[0]
+    if ":" in place.rpartition("@")[0]:
+      raise ConfigError(
+        f"the URL of {place.rpartition('@')[2]!r} has a password before '@', which logs would "
+        "show; put it where the library of the store reads it, such as the environment."
+      )
     return True
   if found := _TORN.match(path):
     scheme, rest = found["scheme"] or found["known"], path[found.end() :].lstrip("/")

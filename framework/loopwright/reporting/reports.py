@@ -21,7 +21,7 @@ from loopwright.run_folder.metrics_log import MetricsLog, flatten, scalars
 
 if TYPE_CHECKING:
   from loopwright.evaluator import Evaluator
-  from loopwright.run_folder.places import Opened
+  from loopwright.run_folder.places import RunFolder
   from loopwright.trainer import Trainer
 
 QUIET = (
@@ -95,7 +95,7 @@ class Reports(Hook):
     self,
     trainer: Trainer,
     *,
-    place: Opened,
+    folder: RunFolder,
     train_steps: int,
     evaluates: bool,
   ) -> None:
@@ -103,14 +103,14 @@ class Reports(Hook):
 
     Args:
       trainer: what is reported on.
-      place: the run folder.
+      folder: the run folder.
       train_steps: the step at which the run ends.
       evaluates: whether the run has evaluations.
     """
-    self._began_s, self._trainer, self._place = time.monotonic(), trainer, place
+    self._began_s, self._trainer, self._folder = time.monotonic(), trainer, folder
     self._on_gpus, self._of_cpu = trainer.placement.on_gpus, 0.0
     self._train_steps, is_chief = train_steps, trainer.cluster.is_chief
-    self.log = MetricsLog(os.path.join(place.folder, layout.METRICS), require=place.require)
+    self.log = MetricsLog(folder.file(layout.METRICS), require=folder.require)
     who = f"{type(trainer.task).__name__}.shown"
     self._choice = Choice(trainer.task.shown, hidden=QUIET, who=who)
     self.progress = Progress(
@@ -121,7 +121,7 @@ class Reports(Hook):
     )
     common = {"global_step": trainer.global_step, "progress": self.progress}
     if is_chief:
-      common |= {"model_dir": place.folder, "metrics_log": self.log}
+      common |= {"model_dir": folder.path, "metrics_log": self.log}
     self._of = {
       "train": Reporter(split="train", global_batch_size=trainer.global_batch_size, **common),
       "eval": Reporter(split="eval", **common),
@@ -147,7 +147,7 @@ class Reports(Hook):
 
   def after(self, split: str, output: Mapping[str, Any]) -> None:
     """Reports the values of one loop or evaluation; see `Reporter` (host)."""
-    self._place.require()  # else TensorBoard's writer makes a folder again that was removed
+    self._folder.require()  # else TensorBoard's writer makes a folder again that was removed
     more = {"cpu_utilization": self._of_cpu} if split == "train" and not self._on_gpus else {}
     self._of[split].report({**output, **more})
 
@@ -163,13 +163,13 @@ class Reports(Hook):
 
   def describe(self, *, precision: str, step: int, notes: Sequence[str] = ()) -> None:
     """Prints the run's configuration, and some lines below it (stderr)."""
-    shown, folder = self._place.shown, self._place.folder
+    shown, path = self._folder.shown, self._folder.path
     text = summary.describe(
       self._trainer,
       precision=precision,
       start_step=step,
       train_steps=self._train_steps,
-      model_dir=shown if shown == folder else f"{shown}, worked on in {folder}",
+      model_dir=shown if shown == path else f"{shown}, worked on in {path}",
     )
     self.progress.message("\n".join([text, *notes]))
 
@@ -182,7 +182,7 @@ class Reports(Hook):
       step=step,
       of_step=logged[0] if logged else None,
       seconds=time.monotonic() - self._began_s,
-      model_dir=self._place.shown,
+      model_dir=self._folder.shown,
       evaluation=values,
       choice=self._choice,
       split=split,

@@ -75,7 +75,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     keep: int = 3,
     logs: Sequence[str] = (),
     before_first: Callable[[], None] | None = None,
-    after_each: Callable[[], None] = lambda: None,
+    after_each: Callable[[], object] = lambda: None,
     actions: tf.train.experimental.PythonState | None = None,
     start: str = "",
     starts: Callable[[], Collection[str]] | None = None,

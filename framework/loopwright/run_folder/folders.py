@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import fcntl
 import os
 import re
-import shutil
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from loopwright import registry
 from loopwright.errors import ConfigError, is_finite, suggest
-from loopwright.host import bounded, json_lines, stores, urls
+from loopwright.host import bounded, json_lines, urls
 from loopwright.host.json_lines import Record
 from loopwright.run_folder import layout
 
 METRICS, HISTORY, CONFIG = layout.METRICS, layout.HISTORY, layout.CONFIG
 OWNER, REPORT, CHECKPOINTS = layout.OWNER, f"{layout.NONFINITE}/report.txt", layout.CHECKPOINTS
-BEAT_S = 20.0
-"""A run touches owner.json every 5 s; one that has not for so long does not run."""
 DEPTH = 4
 """How many levels below a folder run folders are looked for."""
-_MAX_BYTES, _MAX_LINE = 2**26, 2**20
+_MAX_LINE = 2**20
 _BINDING = re.compile(r"^(\S+) = (.*)$", re.MULTILINE)
 _STRING = re.compile(r"(['\"])(.*)\1")
 _GOALS = ("BestCheckpoint", "EarlyStopping", "Export")
@@ -50,19 +46,8 @@ class Best(NamedTuple):
     return f"{self.metric} {self.value:.4g} @{self.step}"
 
 
-class Lines(NamedTuple):
-  """The lines of a file: how many, the last step, and the numbers of those that are damaged.
-
-  A last line that a kill has cut off is none of them.
-  """
-
-  total: int = 0
-  last: int = 0
-  damaged: tuple[int, ...] = ()
-
-
 class Run:
-  """A run folder, read once. Damaged parts are left out; `damage.faults` lists them.
+  """A run folder, read once. What cannot be read is left out.
 
   Attributes:
     path: the folder.
@@ -72,7 +57,6 @@ class Run:
     bindings: name -> value as gin writes it.
     starts: the lines of history.jsonl that can be read, oldest first.
     start: the last of them; {} if there is none.
-    log, history: the lines of the two files.
     unreadable: a line for each file that is none, or cannot be read.
   """
 
@@ -89,13 +73,12 @@ class Run:
     nothing: list[Record] = []
     self.starts = self._read(lambda: [*starts(path)], nothing)
     self.start = self.starts[-1] if self.starts else {}
-    self.history = self._read(lambda: _history(path), Lines())
     self.config = self._read(lambda: _content(os.path.join(path, CONFIG)), "")
     bindings = {found[1]: found[2] for found in _BINDING.finditer(self.config)}
     self.bindings = bindings or texts(self.start.get("config"))
-    no_log: tuple[Lines, dict[int, Record]] = Lines(), {}
-    self.log, self.evaluations = self._read(lambda: _logged(os.path.join(path, METRICS)), no_log)
-    self.step = max(self.log.last, *layout.checkpoint_steps(path), 0)
+    no_log: tuple[int, dict[int, Record]] = 0, {}
+    logged, self.evaluations = self._read(lambda: _logged(path), no_log)
+    self.step = max(logged, *layout.checkpoint_steps(path), 0)
 
   def _read(self, reader: Callable[[], Result], otherwise: Result) -> Result:
     try:
@@ -103,6 +86,10 @@ class Run:
     except ConfigError as error:
       self.unreadable += [str(error)] if str(error) not in self.unreadable else []
       return otherwise
+
+  def faults(self, name: str) -> list[str]:
+    """Returns `unreadable`, with what the user calls the folder in place of its path."""
+    return [fault.replace(self.path, name) for fault in self.unreadable]
 
   def values(self, part: str) -> dict[str, str]:
     """Returns name -> value of a part of the history: "config", "data", "versions" or "commit".
@@ -144,26 +131,27 @@ class Run:
   def status(self) -> str:
     """Returns "running", "failed", "done" or "stopped", as far as the folder shows it (host).
 
-    A run that ends removes owner.json: one that is there and silent was killed.
+    A run that ends removes owner.json: one that is there without the lock was killed.
     """
-    if (silent_s := self._silent_s()) is not None:
-      return "running" if silent_s < BEAT_S else "failed"
-    if self.is_at_end():
+    if self.is_running():
+      return "running"
+    if self.is_at_end() and not os.path.exists(os.path.join(self.path, OWNER)):
       return "done"
-    return "failed" if os.path.exists(os.path.join(self.path, REPORT)) else "stopped"
+    failed = (os.path.join(self.path, name) for name in (OWNER, REPORT))
+    return "failed" if any(map(os.path.exists, failed)) else "stopped"
 
   def is_running(self) -> bool:
-    """Whether a process trains in it, as far as the folder tells."""
-    return self.status() == "running"
+    """Whether a process trains in it, and so holds its lock."""
+    with contextlib.suppress(OSError), open(os.path.join(self.path, layout.LOCK), "rb") as file:
+      try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+      except BlockingIOError:
+        return True
+    return False
 
   def is_at_end(self) -> bool:
     """Whether it has all its steps."""
     return self.train_steps is not None and self.step >= self.train_steps
-
-  def _silent_s(self) -> float | None:
-    with contextlib.suppress(OSError):
-      return time.time() - os.stat(os.path.join(self.path, OWNER)).st_mtime
-    return None
 
   def best(self) -> Best | None:
     """Returns the best evaluation: by the config's actions, else by accuracy, else by loss."""
@@ -207,36 +195,8 @@ def direction(metric: str) -> str:
 
 
 def local(top: str) -> str:
-  """Returns a folder itself; of a URL, a local copy for this process (host).
-
-  The copy has the texts and pictures that tell about runs. Of other files it has the size alone.
-
-  Raises:
-    ConfigError: the store cannot be reached.
-  """
-  if not urls.is_url(top):
-    return top
-  copy = tempfile.mkdtemp(prefix="loopwright-")
-  atexit.register(shutil.rmtree, copy, ignore_errors=True)
-  store, folder = stores.Store(top), os.path.join(copy, top.rstrip("/").rpartition("/")[2])
-  with stores.reading(top):
-    files, unsafe = store.files().items(), {"", ".", ".."}
-    found = {name: file for name, file in files if not unsafe & set(name.split("/"))}
-    if not found:
-      raise FileNotFoundError
-    store.get_all([name for name, file in found.items() if _is_told(name, file)], folder)
-  for name, file in found.items():
-    path = Path(folder, name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    os.truncate(path, file.size)
-    os.utime(path, (file.modified, file.modified))
-  return folder
-
-
-def _is_told(name: str, file: stores.File) -> bool:
-  told = (METRICS, HISTORY, CONFIG, OWNER, REPORT, "verify.json", "best.json", ".index")
-  return file.size <= _MAX_BYTES and (name.endswith(told) or "media/" in name or "flight/" in name)
+  """Returns a folder itself; of a URL, a local copy without weights (host)."""
+  return registry.load("part", "local_copy")(top, weights=False) if urls.is_url(top) else top
 
 
 def is_run(path: str) -> bool:
@@ -321,26 +281,14 @@ def _content(path: str) -> str:
   return bounded.content(path, "a file", remedy=remedy).decode(errors="replace")
 
 
-def _history(path: str) -> Lines:
-  lines = _content(os.path.join(path, HISTORY)).splitlines()
-  wrong = (number for number, line in enumerate(lines, 1) if json_lines.parsed(line) is None)
-  return Lines(len(lines), damaged=tuple(wrong))
-
-
-def _logged(path: str) -> tuple[Lines, dict[int, Record]]:
-  """Returns the lines of a log, and its evaluations."""
-  evaluations = dict[int, Record]()
-  count, last, wrong = 0, 0, list[int]()
-  for count, line in enumerate(_lines(path), 1):
-    record = json_lines.of_a_step(line)
-    if record is None:
-      cut_off = line.startswith(b"{") and not line.endswith(b"\n") and len(line) < _MAX_LINE
-      wrong += [] if cut_off else [count]
-      continue
+def _logged(path: str) -> tuple[int, dict[int, Record]]:
+  """Returns the last step of a run's log, and its evaluations."""
+  last, evaluations = 0, dict[int, Record]()
+  for record in log(path):
     last = record["step"]
     if record.get("split") == "eval":
       evaluations[last] = {name: value for name, value in record.items() if name not in _ABOUT}
-  return Lines(count, last, tuple(wrong)), dict(sorted(evaluations.items()))
+  return last, dict(sorted(evaluations.items()))
 
 
 def _lines(path: str) -> Iterator[bytes]:

@@ -1,7 +1,7 @@
 """Every name in a run folder; imports no TensorFlow.
 
 All code that writes into a run folder takes its names from here, so that one module knows all of
-them. Readers use them (`loopwright ls`, the ledger, a mirror), and checks of every name, such as
+them. Readers use them (`loopwright ls`, the ledger), and checks of every name, such as
 that none is a link.
 """
 
@@ -14,9 +14,11 @@ import re
 from loopwright.errors import ConfigError
 
 METRICS, HISTORY, CONFIG = "metrics.jsonl", "history.jsonl", "operative_config.gin"
-OWNER, MIRROR, PROBE = "owner.json", ".mirror.json", ".writable"
+OWNER, LOCK, PROBE = "owner.json", "owner.lock", ".writable"
 UNDONE, WARM_START, TUNED = f"{METRICS}.undone", "warm_start.txt", "tuned.gin"
-FILES = (METRICS, HISTORY, CONFIG, OWNER, MIRROR, PROBE, UNDONE, WARM_START, TUNED)
+OF_PROCESS = (OWNER, LOCK, PROBE)
+"""Files that no copy of a run needs."""
+FILES = (METRICS, HISTORY, CONFIG, *OF_PROCESS, UNDONE, WARM_START, TUNED)
 
 CHECKPOINTS, BEST, EXPORT, ASSETS = "checkpoints", "best", "export", "assets"
 TRAIN, EVAL, MEDIA, PROFILE = "train", "eval", "media", "profile"

@@ -1,17 +1,16 @@
 """Where a run's files are: a folder on disk, or behind a URL, for which remote.py is loaded.
 
-with place("runs/digits").opened(training=True, export=False) as at:
-  ...  # at.folder is local
+folder = place("runs/digits")
+with folder.opened(training=True, export=False):
+  ...  # folder.path is local
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -23,50 +22,54 @@ from loopwright.run_folder import layout, ownership
 from loopwright.run_folder.checkpoint_files import list_checkpoints
 
 
-class Opened(NamedTuple):
-  """A run folder in use.
+class RunFolder:
+  """A run folder, made in `run` and passed whole; of a URL, it is a `Remote`.
 
   Attributes:
-    folder: local.
-    shown: what the user calls it: the folder, or the URL of which it is a copy.
-    require: called before each write; raises if the folder is gone, or no longer the run's.
-    changed: to be called when there is something new to mirror; returns at once.
+    path: local.
+    shown: what the user calls it: the path, or the URL of which it is a copy.
   """
 
-  folder: str
-  shown: str
-  require: Callable[[], None] = lambda: None
-  changed: Callable[[], None] = lambda: None
+  def __init__(self, path: str) -> None:
+    """Touches nothing yet."""
+    self.path = self.shown = path
+    self._owner: ownership.Owner | None = None
 
-
-class Place:
-  """A run folder that is not in use yet, on disk; of a URL, it is a `Remote`.
-
-  Attributes:
-    folder: local.
-  """
-
-  def __init__(self, folder: str) -> None:
-    self.folder = folder
+  def file(self, name: str) -> str:
+    """Returns the path of what has this name in it; the names are in layout.py."""
+    return os.path.join(self.path, name)
 
   def require_one_process(self, workers: int) -> None:
     """Raises a ConfigError if so many workers cannot share the folder."""
 
-  def checkpoints(self) -> bool:
+  def has_checkpoints(self) -> bool:
     """Whether the run has a complete checkpoint."""
-    return bool(list_checkpoints(os.path.join(self.folder, layout.CHECKPOINTS)))
+    return bool(list_checkpoints(self.file(layout.CHECKPOINTS)))
 
   @contextlib.contextmanager
-  def opened(self, *, training: bool, export: bool) -> Iterator[Opened]:
-    """Gives the folder, owned while training; see `ownership.owned`."""
+  def opened(self, *, training: bool, export: bool) -> Iterator[None]:
+    """In the `with` the folder is in use; while training, it is this process's alone (host).
+
+    Raises:
+      ConfigError: another process trains in it; or it was removed or moved in the middle, whatever
+        error that has led to.
+    """
     del export
-    if training:
-      with ownership.owned(self.folder) as owner:
-        yield Opened(self.folder, self.folder, owner.require)
-      return
-    require = functools.partial(ownership.require_there, self.folder)
-    with ownership.explained(require):
-      yield Opened(self.folder, self.folder, require)
+    with contextlib.ExitStack() as stack:
+      if training:
+        self._owner = stack.enter_context(ownership.owned(self.path))
+      with ownership.explained(self.require):
+        yield
+
+  def require(self) -> None:
+    """Raises a ConfigError if it is gone, or no longer the run's; called before each write."""
+    if self._owner is not None:
+      self._owner.require()
+    else:
+      ownership.require_there(self.path)
+
+  def send(self) -> object:
+    """Called when a checkpoint is complete; see `Remote`."""
 
 
 def path_of(model_dir: str | os.PathLike[str]) -> str:
@@ -76,29 +79,19 @@ def path_of(model_dir: str | os.PathLike[str]) -> str:
   raise ConfigError(f"model_dir is {model_dir!r}; it must be the path of a folder.")
 
 
-def place(model_dir: str) -> Place:
+def place(model_dir: str) -> RunFolder:
   """Returns a run folder; a URL that cannot be used is a ConfigError (host)."""
   if is_url(model_dir):
-    remote: Place = registry.load("part", "Remote")(model_dir)
+    remote: RunFolder = registry.load("part", "Remote")(model_dir)
     return remote
-  return Place(model_dir)
-
-
-def copied(model_dir: str) -> str:
-  """Returns a run folder itself; of a URL, a local copy to read (host)."""
-  with place(model_dir).opened(training=False, export=False) as opened:
-    return opened.folder
+  return RunFolder(model_dir)
 
 
 def local_copy(path: str) -> str:
-  """Returns a path itself; of a URL, a local copy of the weights that it names (host).
-
-  Args:
-    path: as `WarmStart.path`: a file, a checkpoint without suffix, a run folder or a folder of
-      checkpoints, of which it takes the newest.
+  """Returns a path itself; of a URL, a local copy of the folder that it names (host).
 
   Raises:
-    ConfigError: there are none, or the store cannot be reached.
+    ConfigError: there is none, or the store cannot be read.
   """
   return registry.load("part", "local_copy")(path) if is_url(path) else path
 

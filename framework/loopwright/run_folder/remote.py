@@ -1,379 +1,196 @@
-"""Run folders behind a URL: a run works in a local folder, which is mirrored.
+"""Run folders behind a URL: fetched at the start, sent after each checkpoint and at the end.
 
-  with places.place("s3://bucket/run").opened(training=True, export=False) as at:
-    ...  # at.folder is local; at.changed() after each checkpoint
-
-At the start the content of the store counts, unless no other machine has trained there since: then
-the local folder has all that the store has, and perhaps more. See docs/remote-folders.md.
+What makes other files count, such as a checkpoint's index, is sent last and removed first, so that
+what is in the store is whole at every moment. See docs/remote-folders.md.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
-import itertools
-import json
 import os
+import platform
+import posixpath
 import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator
 
 from absl import logging
 
-from loopwright.errors import ConfigError
-from loopwright.host import files, stores
-from loopwright.host.stores import File, Store, StoreError
-from loopwright.run_folder import ownership
-from loopwright.run_folder.folders import natural
-from loopwright.run_folder.mirror import (
-  LINEAGE,
-  Known,
-  Mirror,
-  Record,
-  is_kept,
-  scan,
-  superseded,
-  whole,
-)
-from loopwright.run_folder.mirror import stat as stat_of
-from loopwright.run_folder.places import Opened, Place
+from loopwright.errors import ConfigError, first_line, printable
+from loopwright.host.files import StorageError
+from loopwright.host.urls import EXTRAS
+from loopwright.run_folder import layout, ownership
+from loopwright.run_folder.places import RunFolder
 
-BEAT_S, PATIENCE_S = 10.0, 60.0
-"""As in loopwright/run_folder/ownership.py, for an owner on another machine."""
-SETTLE_S = 5.0
-"""After a dead owner's place is taken: seconds in which another taker would be seen."""
-_SHOWN = ("train/", "eval/", "media/", "profile/", "trackers/", "wandb/", "logs/")
-"""Folders that an evaluation or an export does not need."""
-_TRIES = 5
+_OWNER = "trained_by.txt"
+"""In the store alone: which process trains there, or trained there last."""
+_MARK, _LAST = "/assets.extra/", (".index", "best.json", "saved_model.pb", "/checkpoint")
 
 
-class Remote(Place):
-  """A run folder behind a URL."""
+class Remote(RunFolder):
+  """A run folder behind a URL; each process works in a local folder of its own."""
 
   def __init__(self, url: str) -> None:
-    """Asks the store for its files.
+    """Asks the store for its files; raises a ConfigError if it cannot be read."""
+    super().__init__("")
+    self.url = self.shown = url.rstrip("/")
+    self._id = f"process {os.getpid()} on {platform.node()} ({uuid.uuid4().hex[:12]})"
+    self._sent: dict[str, tuple[int, int]] = {}
+    with _reading(self.url):
+      import fsspec  # an extra
 
-    Raises:
-      ConfigError: there is no such bucket, no access, or no library for it.
-    """
-    self.url, self.store, self.folder = url, Store(url), stores.cache_folder(url, "run")
-    with stores.reading(url):
-      self._names = whole(self.store.files())
+      self._system, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+      self._at_start = self._names()
 
-  def checkpoints(self) -> bool:
+  def has_checkpoints(self) -> bool:
     """Whether the run had a complete checkpoint at the start."""
-    return any(n.startswith("checkpoints/") and n.endswith(".index") for n in self._names)
+    return any(n.startswith("checkpoints/") and n.endswith(".index") for n in self._at_start)
 
   def require_one_process(self, workers: int) -> None:
     """Raises a ConfigError for several workers, which share files while they train."""
     if workers > 1:
       raise ConfigError(
-        f"model_dir is {self.store.url!r}, which one process works on, but the run has {workers}: "
+        f"model_dir is {self.url!r}, which one process works on, but the run has {workers}: "
         "choose a folder on a file system that all workers share."
       )
 
   @contextlib.contextmanager
-  def opened(self, *, training: bool, export: bool) -> Iterator[Opened]:
-    """Downloads the run to a local folder and gives it; while training, mirrors it (host).
-
-    Args:
-      training: the process owns the run folder, and its files are mirrored until the end.
-      export: the process owns nothing; at the end `export/` alone is uploaded.
+  def opened(self, *, training: bool, export: bool) -> Iterator[None]:
+    """Fetches the run and gives its local folder, which is removed when all is sent (host).
 
     Raises:
-      ConfigError: another process owns it, or the store cannot be reached.
-      StorageError: at the end, the store cannot be reached; nothing local is lost.
+      ConfigError: the store cannot be read.
+      StorageError: at the end, also after an error, it cannot be written; the local folder stays.
     """
-    if not training:
-      with self._borrowed(export=export) as folder:
-        yield Opened(folder, self.url, functools.partial(ownership.require_there, folder))
-      return
-    with self._owned() as (owner, record):
-      mirror = Mirror(self.store, record, require=owner.ask)
-      mirror.start()
-      try:
-        with ownership.explained(owner.require):
-          yield Opened(self.folder, self.url, owner.require, mirror.changed)
-      except BaseException:
-        failed = mirror.finish()
-        if failed and not isinstance(failed, ConfigError):
-          logging.error("%s", self._behind(failed))
-        raise
-      if failed := mirror.finish():
-        raise failed if isinstance(failed, ConfigError) else self._behind(failed)
-
-  def push(self) -> str:
-    """Uploads what the local folder has beyond the store; returns the folder (host).
-
-    Raises:
-      ConfigError: there is no local folder, the run has gone on elsewhere, or it is in use.
-      StorageError: the store fails.
-    """
-    if not scan(self.folder):
-      raise ConfigError(f"this machine has no local folder of {self.store.url!r} to push.")
-    with self._owned(push=True) as (owner, record):
-      try:
-        Mirror(self.store, record, require=owner.ask).push()
-      except (StoreError, FileNotFoundError) as error:
-        raise self._behind(error) from error
-    return self.folder
-
-  @contextlib.contextmanager
-  def _owned(self, *, push: bool = False) -> Iterator[tuple[RemoteOwner, Record]]:
-    """Owns the run folder in the `with`, with the local folder made equal to it, or newer."""
-    _make(self.folder)
-    owner = RemoteOwner(self.store, self.folder)
-    with stores.reading(self.store.url):
-      owner.claim()
+    self.fetch()
+    if training:
+      with _reading(self.url):
+        self._system.pipe_file(self._there(_OWNER), self._id.encode())
+    failed = None
     try:
-      record = owner.record
-      with stores.reading(self.store.url):
-        if self._lineage() == record.cache:
-          self._reconcile(record)
-        elif push:
-          raise ConfigError(
-            f"the run in {self.store.url!r} has gone on elsewhere, or was never this machine's; "
-            f"{self.folder!r} is not pushed over it."
-          )
-        else:
-          _set_aside(record, self.store.url)
-          pull(self.store, record)
-          text = json.dumps({"cache": record.cache, "host": os.uname().nodename})
-          self.store.write(LINEAGE, text.encode())
-        for name in filter(is_kept, self.store.files()):  # what is not here, the next push removes
-          record.files.setdefault(name, Known((-1, -1), ""))
-      yield owner, record
+      with ownership.explained(self.require):
+        yield
     finally:
-      owner.release()
+      if training or export:
+        failed = self.send(under="" if training else "export/")
+      if failed is None:
+        shutil.rmtree(os.path.dirname(self.path), ignore_errors=True)
+    if failed is not None:
+      raise StorageError(f"{failed}: copy it there, or go on with it as --model_dir.")
 
-  @contextlib.contextmanager
-  def _borrowed(self, *, export: bool) -> Iterator[str]:
-    folder = stores.cache_folder(self.store.url, "copy")
-    _make(folder)
-    one_at_a_time = files.locked(os.path.join(os.path.dirname(folder), "lock"))
-    with one_at_a_time, stores.reading(self.store.url):
-      record = Record(folder)
-      pull(self.store, record, wanted=lambda name: not name.startswith(_SHOWN))
-    yield folder
-    if export:
-      try:
-        Mirror(self.store, record, only="export/").push()
-      except (StoreError, FileNotFoundError) as error:
-        raise files.StorageError(
-          f"cannot write to {self.store.url!r} ({error}); the export is in {folder!r}."
-        ) from error
+  def fetch(self, *, weights: bool = True) -> None:
+    """Copies the run to a new local folder, `path`; raises a ConfigError if it cannot (host)."""
+    with _reading(self.url):
+      cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+      os.makedirs(beside := os.path.join(cache, "loopwright"), exist_ok=True)
+      top = tempfile.mkdtemp(prefix="run-", dir=beside)
+      self.path = os.path.join(top, posixpath.basename(self.url))
+      os.makedirs(self.path)
+      for name in (name for name in self._names() if weights or ".data-" not in name):
+        os.makedirs(os.path.dirname(self.file(name)), exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # a run has removed it since it was listed
+          self._system.get_file(self._there(name), self.file(name))
+    self._sent = _local(self.path)
 
-  def _lineage(self) -> str:
-    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-      return str(json.loads(self.store.read(LINEAGE))["cache"])
-    return ""
-
-  def _reconcile(self, record: Record) -> None:
-    """Downloads what someone has changed or added in the store, and what is missing here.
-
-    What has changed here since the last upload stays, and is uploaded.
-    """
-    listing, local = self.store.files(), scan(record.folder)
-    for name in whole(listing):
-      known, here = record.files.get(name), local.get(name)
-      unchanged = known is not None and here is not None and known.local == stat_of(here)
-      same = known is not None and known.version == listing[name].version
-      if (unchanged and not same) or (here is None and not superseded(name, local)):
-        _get_all(self.store, record, [name], listing)
-      elif not same:
-        record.files.pop(name, None)
-    for name in record.files.keys() - listing.keys():
-      del record.files[name]
-
-  def _behind(self, error: Exception) -> files.StorageError:
-    return files.StorageError(
-      f"cannot write to {self.store.url!r} ({error}); the run is whole in {self.folder!r}: when "
-      f"the store answers, `loopwright push {self.store.url}` uploads it."
-    )
-
-
-class RemoteOwner(ownership.Owner):
-  """The ownership of a run folder in a store, and of the local folder.
-
-  The store has the same record as a folder on disk, and no lock. A new one is made by a conditional
-  write, where the store can; a silent one is taken over after `PATIENCE_S`.
-  """
-
-  def __init__(self, store: Store, folder: str) -> None:
-    super().__init__(folder)
-    self._store, self._model_dir, self._folder = store, store.url, folder
-    self._here, self.record = ownership.Owner(folder), Record(folder)
-
-  def claim(self) -> None:
-    """Waits until both are this process's; then `record` is that of the local folder.
-
-    Raises:
-      ConfigError: another process owns one of them.
-    """
-    self._here.claim()
+  def send(self, under: str = "") -> str | None:
+    """Sends what has changed (host); of a store that fails, warns of it and returns the line."""
     try:
-      self.record = Record(self._folder)
-      self.record.save()
-      self._record["cache"] = self.record.cache
-      self._take()
-    except BaseException:
-      self._here.release()
+      if not under:
+        self._require_own()
+      self._send(under)
+    except ConfigError:
       raise
-    self._thread.start()
+    except Exception as error:
+      reason = f"{type(error).__name__}: {printable(first_line(error))[:200]}"
+      line = f"cannot write to {self.url!r} ({reason}); the run is whole in {self.path!r}"
+      logging.warning("%s", line)
+      return line
+    return None
 
-  def require(self) -> None:
-    """As for a folder on disk; for the store, as far as the last beat has found."""
-    self._here.require()
-    if self._lost is not None:
-      raise self._lost
+  def _send(self, under: str) -> None:
+    local = {name: facts for name, facts in _local(self.path).items() if name.startswith(under)}
+    changed = sorted((n for n in local if self._sent.get(n) != local[n]), key=_order)
+    gone = [n for n in self._sent if n.startswith(under) and n not in local]
+    self._remove(name for name in (*changed, *gone) if name.endswith(_LAST))
+    for name in changed:
+      with contextlib.suppress(FileNotFoundError):  # gone since it was listed
+        self._system.put_file(self.file(name), self._there(name))
+        self._sent[name] = local[name]
+    self._remove(gone)
 
-  def ask(self) -> None:
-    """As `require`, but asks the store; raises StoreError if it fails."""
-    self.require()
-    self._require_own()
+  def _remove(self, names: Iterable[str]) -> None:
+    for name in sorted(names, key=_order, reverse=True):
+      if self._sent.pop(name, None):
+        with contextlib.suppress(FileNotFoundError):
+          self._system.rm_file(self._there(name))
 
-  def release(self) -> None:
-    """Gives both back."""
-    super().release()
-    self._here.release()
-
-  def _take(self) -> None:
-    earlier = self._read()
-    if earlier is None:
-      try:
-        self._store.write(ownership.FILE, self._content(), new=True)
-      except FileExistsError:
-        raise self._refusal(self._read() or {}) from None
-    elif earlier.get("cache") == self.record.cache:  # its local folder is this process's now
-      self._write()
-    else:
-      self._await_death(earlier, None)
-      self._write()
-      time.sleep(SETTLE_S)
-      self._require_own()
-
-  def _times(self) -> tuple[float, float]:
-    return BEAT_S, PATIENCE_S
-
-  def _write(self) -> None:
-    self._store.write(ownership.FILE, self._content())
-
-  def _load(self) -> bytes:
+  def _require_own(self) -> None:
+    owner = "it was removed"
     with contextlib.suppress(FileNotFoundError):
-      return self._store.read(ownership.FILE)
-    return b""
+      owner = self._system.cat_file(self._there(_OWNER)).decode(errors="replace")
+    if owner != self._id:
+      raise ConfigError(
+        f"the run in {self.url!r} is no longer that of this process ({printable(owner)}), which "
+        f"has ended; what it has trained is in {self.path!r}."
+      )
 
-  def _remove(self) -> None:
-    if self._is_own(self._load()):
-      self._store.remove([ownership.FILE])
+  def _names(self) -> list[str]:
+    self._system.invalidate_cache()
+    found = (path.removeprefix(self._root)[1:] for path in self._system.find(self._root))
+    return sorted(filter(_is_kept, found), key=_order)
 
-  def _vanished(self) -> ConfigError:
-    return ConfigError(
-      f"the run in {self._store.url!r} was removed, at least {ownership.FILE}, while the run "
-      f"trained there, so the run has ended and uploads nothing more; it is whole in "
-      f"{self._folder!r}: copy that to another place to go on from it."
-    )
-
-
-def pull(store: Store, record: Record, *, wanted: Callable[[str], bool] = is_kept) -> None:
-  """Makes a local folder equal to the store; another process may upload to it meanwhile (host)."""
-  for _ in range(_TRIES):
-    listing = store.files()
-    names = set(filter(wanted, whole(listing)))
-    local = scan(record.folder, torn=True)
-    for name in local.keys() - names:
-      os.remove(os.path.join(record.folder, name))
-    for parent, *_ in os.walk(record.folder, topdown=False):
-      with contextlib.suppress(OSError):  # it is not empty
-        os.rmdir(parent)
-    _make(record.folder)
-    with contextlib.suppress(FileNotFoundError):  # it was removed in the meantime
-      _get_all(store, record, [n for n in names if not _same(record, n, listing, local)], listing)
-      if _checkpoints(store.files()) == _checkpoints(listing):
-        break
-  record.files = {name: known for name, known in record.files.items() if name in names}
-  record.save()
+  def _there(self, name: str) -> str:
+    return f"{self._root}/{name}"
 
 
 @functools.cache
-def local_copy(path: str) -> str:
-  """Returns a local copy of the weights that a URL names; see `places.local_copy` (host).
-
-  Raises:
-    ConfigError: there are none, or the store cannot be reached.
-  """
-  above, name = stores.parent(path)
-  with stores.reading(path):
-    whole_names = whole(above.files(name))
-    beside = whole_names or whole(each for each in above.files() if each.startswith(f"{name}."))
-    chosen = _newest(beside, name)
-  if not chosen:
-    raise ConfigError(f"{path!r} has no weights; give a run folder, a checkpoint or a Keras file.")
-  target = stores.cache_folder(path, "weights")
-  shutil.rmtree(target, ignore_errors=True)
-  with stores.reading(path):
-    above.get_all(chosen, target)
-  return os.path.join(target, name)
+def local_copy(url: str, *, weights: bool = True) -> str:
+  """Returns a local copy of a folder behind a URL, for as long as this process lives (host)."""
+  remote = Remote(url)
+  remote.fetch(weights=weights)
+  atexit.register(shutil.rmtree, os.path.dirname(remote.path), ignore_errors=True)
+  if not os.listdir(remote.path):
+    raise ConfigError(f"{url!r} has no files; give the URL of a run folder.")
+  return remote.path
 
 
-def _newest(names: Iterable[str], top: str) -> list[str]:
-  """Returns the one file, the files of the one checkpoint, or those of a folder's newest one."""
-  names = set(names)
-  for folder in (f"{top}/checkpoints/", f"{top}/"):
-    indexes = [n for n in names if n.startswith(f"{folder}ckpt-") and n.endswith(".index")]
-    if indexes:
-      stem = max(indexes, key=natural).removesuffix("index")
-      return [n for n in names if n.startswith(stem) or n == f"{folder}checkpoint"]
-  return sorted(n for n in names if n == top or n.startswith(f"{top}."))
+def _order(name: str) -> tuple[bool, int, str]:
+  """Sorts names: the mark of an export first, then what others name, then what names others."""
+  rank = next((rank for rank, end in enumerate(_LAST, 2) if name.endswith(end)), 1)
+  return name.startswith("checkpoints/"), 0 if _MARK in name else rank, name
 
 
-def _make(folder: str) -> None:
+def _is_kept(name: str) -> bool:
+  unsafe = {"", ".", ".."} & {*name.split("/")}
+  passing = name in (_OWNER, *layout.OF_PROCESS) or name.endswith(".tmp")
+  return not (unsafe or passing or f"/{layout.UNFINISHED}/" in name)
+
+
+def _local(folder: str) -> dict[str, tuple[int, int]]:
+  """Returns name -> size and time of the last change, of the files in a local folder."""
+  found = {}
+  for parent, _, names in os.walk(folder):
+    for path in (os.path.join(parent, name) for name in names):
+      with contextlib.suppress(FileNotFoundError):
+        facts = os.stat(path)
+        found[os.path.relpath(path, folder)] = facts.st_size, facts.st_mtime_ns
+  return {name: facts for name, facts in found.items() if _is_kept(name)}
+
+
+@contextlib.contextmanager
+def _reading(url: str) -> Iterator[None]:
+  """Turns whatever a library raises into a ConfigError with the URL."""
   try:
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-  except OSError as error:
-    raise ConfigError(
-      f"cannot make the local folder {folder!r} ({error.strerror}); set XDG_CACHE_HOME in the "
-      "environment to a folder with space for the run."
-    ) from error
-
-
-def _same(record: Record, name: str, listing: dict[str, File], local: dict[str, Any]) -> bool:
-  known = record.files.get(name)
-  if known is None or name not in local or not known.version:
-    return False
-  return known == Known(stat_of(local[name]), listing[name].version)
-
-
-def _get_all(store: Store, record: Record, names: list[str], listing: dict[str, File]) -> None:
-  store.get_all(names, record.folder)
-  for name in names:
-    facts = os.stat(os.path.join(record.folder, name))
-    record.files[name] = Known(stat_of(facts), listing[name].version)
-
-
-def _checkpoints(listing: Iterable[str]) -> set[str]:
-  return {name for name in listing if name.endswith(".index")}
-
-
-def _set_aside(record: Record, url: str) -> None:
-  """Moves checkpoints away that were never uploaded, with all that belongs to them."""
-  local = scan(record.folder)
-  ours = [
-    name
-    for name, facts in local.items()
-    if name.endswith(".index")
-    and (name not in record.files or record.files[name].local != stat_of(facts))
-  ]
-  if not ours:
-    return
-  beside = os.path.join(os.path.dirname(record.folder), "set-aside")
-  numbered = (f"{beside}-{number}" for number in itertools.count(2))
-  aside = next(path for path in itertools.chain([beside], numbered) if not os.path.exists(path))
-  for name in local:
-    target = os.path.join(aside, name)
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    os.rename(os.path.join(record.folder, name), target)
-  logging.warning(
-    "the run in %s has gone on elsewhere; what this machine had not uploaded is in %s", url, aside
-  )
+    yield
+  except ConfigError:
+    raise
+  except Exception as error:  # libraries differ in what they raise
+    extra = EXTRAS.get(url.partition("://")[0])
+    remedy = "check the URL, the network and the credentials, then start the same command again"
+    if extra and isinstance(error, ImportError):
+      remedy = f"pip install 'loopwright[{extra}]'"
+    reason = f"{type(error).__name__}: {printable(first_line(error))[:200]}"
+    raise ConfigError(f"cannot use {url!r} ({reason}); {remedy}.") from error

@@ -137,7 +137,7 @@ def restored_trainer(
 
   It has the moving averages if the run has them. The run's config stays in force.
   """
-  model_dir = places.copied(places.path_of(model_dir))
+  model_dir = places.local_copy(places.path_of(model_dir))
   recipe = Recipe(optimizer=optimizer, global_batch_size=1)
   if task is None:
     path = os.path.join(model_dir, layout.CONFIG)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from loopwright import configurables
 from loopwright.actions.base import Action
 from loopwright.configurables import changes as of_config
-from loopwright.configurables.retired import is_retired
 from loopwright.distribution import cluster
 from loopwright.errors import ConfigError
 from loopwright.host import redaction
@@ -126,7 +125,7 @@ def changes(model_dir: str, part: str, values: Values) -> list[Change]:
   before = record.get(part)
   if not isinstance(before, Mapping):
     return []  # the folder is new
-  before = {n: v for n, v in _without_macros(before).items() if not is_retired(n)}
+  before = _without_macros(before)
   values = _without_macros(values)
   names = [n for n in {*values, *before} if not redaction.same(before.get(n), values.get(n))]
   in_both = values.keys() & before.keys()

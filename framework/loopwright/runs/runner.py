@@ -179,11 +179,11 @@ def run(given: Options) -> dict[str, float]:
     StorageError: the disk of `model_dir` is full or has failed.
   """
   flight, mode = Flight(), given.mode
-  place, training = _place(given.model_dir, mode), mode in TRAINING_MODES
+  folder, training = _folder(given.model_dir, mode), mode in TRAINING_MODES
   warm_start = given.warm_start if training else None
   hooks = _compile_cache(given, training=training)
   set_globals(given.part(Numerics), given.part(Gpus))
-  clusters.declare(_facts(given) | _initial_weights(warm_start, place))
+  clusters.declare(_facts(given) | _initial_weights(warm_start, folder))
   flight.note("setup")
   chosen = placement.made(given.strategy)
   if nvidia.installed():
@@ -201,23 +201,23 @@ def run(given: Options) -> dict[str, float]:
     Recipe, global_batch_size=given.part(BatchSize).on(chosen.num_replicas_in_sync)
   )
   cluster = where.cluster
-  place.require_one_process(cluster.size)
-  with place.opened(training=training and cluster.is_chief, export=mode == "export") as at:
-    checkpoint = _checkpoint(given.checkpoint, at.folder, mode)
-    if cluster.is_chief and (versions := history.changed_versions(at.folder)):
-      logging.warning("the run in %s was made with other versions: %s", at.shown, versions)
+  folder.require_one_process(cluster.size)
+  with folder.opened(training=training and cluster.is_chief, export=mode == "export"):
+    checkpoint = _checkpoint(given.checkpoint, folder.path, mode)
+    if cluster.is_chief and (versions := history.changed_versions(folder.path)):
+      logging.warning("the run in %s was made with other versions: %s", folder.shown, versions)
     start = started(
-      task=task, options=given, global_batch_size=recipe.global_batch_size, model_dir=at.folder,
+      task=task, options=given, global_batch_size=recipe.global_batch_size, model_dir=folder.path,
       training=training, accept=given.accept_changes,
     )  # fmt: skip
     start.require_config()
     timeout_s = given.eval_timeout_s if mode == "evaluate_continuously" else 0.0
     learned = "" if not task.has_fit else registry.load("part", "provide_assets")(
-      task, model_dir=at.folder, cluster=cluster, training=training, changed=start.changes_task,
+      task, model_dir=folder.path, cluster=cluster, training=training, changed=start.changes_task,
       timeout_s=timeout_s,
     )  # fmt: skip
     randomness.seed_everything(given.seed)  # again: fit() may have drawn random numbers here
-    observers = _observers(chosen, at.folder, ledger=given.ledger, training=training)
+    observers = _observers(chosen, folder.path, ledger=given.ledger, training=training)
     trainer = recipe.trainer(task, chosen, observers=observers)
     evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
     cadence = given.part(Cadence, train_steps=_train_steps(given, trainer))
@@ -227,7 +227,7 @@ def run(given: Options) -> dict[str, float]:
         registry.load("part", "require_any_size")(trainer, given.per_replica_batch_size)
       start.require_data(examples(trainer, evaluator))
     session = Session(
-      trainer=trainer, evaluator=evaluator, place=at, cadence=cadence, assets=learned,
+      trainer=trainer, evaluator=evaluator, folder=folder, cadence=cadence, assets=learned,
       keep_checkpoints=given.keep_checkpoints, hangs=given.part(Hangs),
       actions=given.actions if training else (), start=start if training else None, flight=flight,
       hooks=hooks,
@@ -291,10 +291,10 @@ def _observers(
   return [*recorder, *(registry.load("part", "Communication").of(strategy) if several else [])]
 
 
-def _place(model_dir: str, mode: Mode) -> places.Place:
+def _folder(model_dir: str, mode: Mode) -> places.RunFolder:
   """Returns the run folder; raises a ConfigError if it cannot be used in this mode."""
   model_dir = places.path_of(model_dir)
-  place = places.place(model_dir)
+  folder = places.place(model_dir)
   if not is_url(model_dir):
     places.require_writable(model_dir)
     if mode == "replay":
@@ -304,12 +304,12 @@ def _place(model_dir: str, mode: Mode) -> places.Place:
       f"mode 'evaluate_continuously' needs a folder on disk, and model_dir is {model_dir!r}: "
       "evaluate while training (run.eval_every_steps), or later with --mode=evaluate."
     )
-  return place
+  return folder
 
 
-def _initial_weights(warm_start: WarmStart | None, place: places.Place) -> dict[str, str]:
+def _initial_weights(warm_start: WarmStart | None, folder: places.RunFolder) -> dict[str, str]:
   """Returns what processes of a new run must share; a wrong path fails before devices start."""
-  if warm_start is None or place.checkpoints():
+  if warm_start is None or folder.has_checkpoints():
     return {}
   return {"file of the warm start": warm_start.digest()}
 

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from loopwright.hooks import Hook, Output
+from loopwright.hooks import Hook
 from loopwright.options import Cadence
 from loopwright.run_folder.checkpoints import CheckpointManager
-from loopwright.run_folder.places import Opened
+from loopwright.run_folder.places import RunFolder
 
 if TYPE_CHECKING:
   from loopwright.run_folder.snapshots import Snapshots
@@ -27,18 +27,13 @@ class Saving(Hook):
 
   manager: CheckpointManager
   snapshots: Snapshots | None
-  place: Opened
+  folder: RunFolder
   cadence: Cadence
   saved: Callable[[], None]
 
   def loop_end(self, step: int, end: int) -> int:
     """Returns the step of the next checkpoint, if it is before `end`."""
     return min(end, self.cadence.next_save(step))
-
-  def after(self, split: str, output: Output) -> None:
-    """Has an evaluation mirrored at once: the next checkpoint may be far."""
-    if split == "eval":
-      self.place.changed()
 
   def due(self, step: int) -> None:
     """Saves a checkpoint, or a copy in memory."""
@@ -49,7 +44,7 @@ class Saving(Hook):
 
   def pauses(self, step: int) -> None:
     """Raises if the folder is gone or another's, or what a save raised in its thread."""
-    self.place.require()
+    self.folder.require()
     self.manager.check()
 
   def saves(self) -> None:

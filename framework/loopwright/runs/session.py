@@ -24,7 +24,7 @@ from loopwright.reporting.reports import Reports
 from loopwright.run_folder import history, layout
 from loopwright.run_folder.checkpoint_files import newest_line
 from loopwright.run_folder.checkpoints import CheckpointManager
-from loopwright.run_folder.places import Opened
+from loopwright.run_folder.places import RunFolder
 from loopwright.run_folder.warm_start import WarmStart
 from loopwright.runs.loop import Loop
 from loopwright.runs.saving import Saving
@@ -44,7 +44,7 @@ class Session:
     self,
     *,
     trainer: Trainer,
-    place: Opened,
+    folder: RunFolder,
     cadence: Cadence,
     keep_checkpoints: int,
     hangs: Hangs = Hangs(),  # noqa: B008 (frozen)
@@ -59,7 +59,7 @@ class Session:
 
     Args:
       trainer: with its model built.
-      place: the run folder, which is required before each write.
+      folder: the run folder, which is required before each write.
       cadence: when to evaluate, save and end.
       keep_checkpoints: the number of checkpoints to keep.
       hangs: what to do without progress.
@@ -71,21 +71,21 @@ class Session:
       hooks: others that go along.
     """
     self.trainer, self.evaluator, self.cluster = trainer, evaluator, trainer.cluster
-    self._place, self._cadence, self._hangs, self._status = place, cadence, hangs, "done"
+    self._folder, self._cadence, self._hangs, self._status = folder, cadence, hangs, "done"
     self._keep = keep_checkpoints
     self._restored_step, self._trains = 0, start is not None
     self._actions: Actions | None = None
     if actions:
-      self._actions = registry.load("part", "Actions")(actions, require=place.require)
+      self._actions = registry.load("part", "Actions")(actions, require=folder.require)
     self._reports = Reports(
-      trainer, place=place, train_steps=cadence.train_steps, evaluates=evaluator is not None
+      trainer, folder=folder, train_steps=cadence.train_steps, evaluates=evaluator is not None
     )
     self._say = self._reports.progress.message
     self._flight = flight or Flight()
-    self._manager = self._make_manager(start, assets, self._in(layout.CHECKPOINTS))
+    self._manager = self._make_manager(start, assets, folder.file(layout.CHECKPOINTS))
     self._snapshots = self._make_snapshots(start, assets)
     self._saving = Saving(
-      manager=self._manager, snapshots=self._snapshots, place=place, cadence=cadence,
+      manager=self._manager, snapshots=self._snapshots, folder=folder, cadence=cadence,
       saved=self._flight.saved,
     )  # fmt: skip
     self._stopping = Stopping(
@@ -97,14 +97,11 @@ class Session:
     self._loop = Loop(trainer=trainer, evaluator=evaluator, cadence=cadence, hooks=self._hooks)
     if self._actions is not None:
       self._actions.bind(
-        trainer, evaluator, model_dir=place.folder, checkpoint=self._manager.checkpoint,
+        trainer, evaluator, model_dir=folder.path, checkpoint=self._manager.checkpoint,
         metrics_log=self._reports.log, message=self._say, writer=self._reports.writer,
         config=start.everything if start else {},
-        replay_command=registry.load("part", "replay_command")(place.folder, trainer),
+        replay_command=registry.load("part", "replay_command")(folder.path, trainer),
       )  # fmt: skip
-
-  def _in(self, name: str) -> str:
-    return os.path.join(self._place.folder, name)
 
   def _make_snapshots(self, start: Start | None, assets: str) -> Snapshots | None:
     folder = os.environ.get(SNAPSHOTS)
@@ -119,18 +116,18 @@ class Session:
     self, start: Start | None, assets: str, directory: str, keep: int | None = None
   ) -> CheckpointManager:
     ledgers = map(layout.ledger, range(self.cluster.size))
-    known = functools.partial(history.starts, self._place.folder)
+    known = functools.partial(history.starts, self._folder.path)
     return CheckpointManager(
       trainer=self.trainer,
       directory=directory,
       experiment=experiment(self.trainer),
       assets=assets,
       keep=keep or self._keep,
-      logs=[self._reports.log.path, *map(self._in, ledgers)],
+      logs=[self._reports.log.path, *map(self._folder.file, ledgers)],
       before_first=(lambda: start.record(step=self._restored_step)) if start else None,
-      after_each=self._place.changed,
+      after_each=self._folder.send,
       actions=self._actions and self._actions.saved,
-      require=self._place.require,
+      require=self._folder.require,
       **(start.labels() if start else {"starts": known}),
     )
 
@@ -148,7 +145,7 @@ class Session:
     """
     self._flight.note("setup")
     if checkpoint is None:
-      newest = max(layout.checkpoint_steps(self._place.folder), default=0)
+      newest = max(layout.checkpoint_steps(self._folder.path), default=0)
       copies = self._snapshots.manager if self._snapshots else None
       if copies is None or copies.restore_newest(after_step=newest) is None:
         self._manager.restore_or_initialize()
@@ -181,7 +178,7 @@ class Session:
       return
     report = warm_start.apply(self.trainer)
     if self.cluster.is_chief:
-      files.atomic_write(self._in(layout.WARM_START), report.table())
+      files.atomic_write(self._folder.file(layout.WARM_START), report.table())
     self._say(report.summary())
 
   def go(self, mode: Mode) -> dict[str, float]:
@@ -249,7 +246,7 @@ class Session:
     self._require_checkpoint("export")
     ema = self.trainer.parts.ema
     with ema.in_place() if ema else contextlib.nullcontext():
-      folder, is_chief = self._in(layout.EXPORT), self.cluster.is_chief
+      folder, is_chief = self._folder.file(layout.EXPORT), self.cluster.is_chief
       registry.load("tool", "export")(self.trainer.task, folder, is_chief=is_chief)
     return {}
 
@@ -270,12 +267,12 @@ class Session:
     """Trains with all setup and cleanup, until the end or until an action stops the run."""
     if self.evaluator is not None and self._actions is not None:
       self._actions.require_metrics(self.evaluator)
-    self._place.require()
+    self._folder.require()
     newest = functools.partial(newest_line, self._manager.directory)
-    with files.storage_errors(self._place.folder, newest), contextlib.ExitStack() as watched:
+    with files.storage_errors(self._folder.path, newest), contextlib.ExitStack() as watched:
       if self.step < self._cadence.train_steps:
         watched.enter_context(
-          hangs.watched(self._flight, self.trainer, self._place.folder, self._hangs, say=self._say)
+          hangs.watched(self._flight, self.trainer, self._folder.path, self._hangs, say=self._say)
         )
       self._prepare()
       try:
@@ -321,7 +318,7 @@ class Session:
 
   def _write_config(self) -> None:
     if self.cluster.is_chief:
-      files.atomic_write(self._in(layout.CONFIG), configurables.operative_config())
+      files.atomic_write(self._folder.file(layout.CONFIG), configurables.operative_config())
 
   def _require_checkpoint(self, mode: str) -> None:
     if self.step == 0:

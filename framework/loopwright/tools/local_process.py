@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Protocol, TextIO
 
 from loopwright.host import redaction
-from loopwright.host.output import Lasting, outlasting
+from loopwright.host.output import outlasting
 
 SHOWN_LINES = 20
 
@@ -267,9 +267,6 @@ def say(line: str) -> None:
 
 
 def _write(stream: TextIO, line: bytes) -> None:
-  if isinstance(stream, Lasting):
-    stream.put(line + b"\n")
-    return
   with outlasting(stream):
     stream.flush()
     stream.buffer.write(line + b"\n")

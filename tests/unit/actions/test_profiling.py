@@ -13,7 +13,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from loopwright.actions.profiling import Profile
 from loopwright.options import Cadence
-from loopwright.run_folder.places import Opened
+from loopwright.run_folder.places import RunFolder
 from loopwright.runs.session import Session
 
 STEPS, LOOP = 12, 5
@@ -23,7 +23,7 @@ def train(folder, strategy, *actions, steps=STEPS):
   trainer = everything.make_trainer(strategy)
   cadence = Cadence(train_steps=steps, steps_per_loop=LOOP, checkpoint_every_steps=100)
   made = Session(
-    trainer=trainer, place=Opened(str(folder), str(folder)), cadence=cadence, keep_checkpoints=10,
+    trainer=trainer, folder=RunFolder(str(folder)), cadence=cadence, keep_checkpoints=10,
     actions=list(actions),
   )  # fmt: skip
   made.restore()

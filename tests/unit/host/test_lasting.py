@@ -1,11 +1,9 @@
-"""Output whose reader is closed, gone or stalled; or whose encoding lacks a character."""
+"""Output whose reader is closed or gone; or whose encoding lacks a character."""
 
 import errno
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,65 +13,25 @@ from loopwright.host import files, output
 REPOSITORY = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def pipe(monkeypatch):
-  """The reader's descriptor, and a stream that writes to it; nothing has asked to end."""
-  monkeypatch.setattr(output, "_hurried", threading.Event())
+def test_what_the_encoding_lacks_is_escaped():
   reader, writer = os.pipe()
-  stream = os.fdopen(writer, "w", encoding="ascii")
-  yield reader, output.Lasting(stream)
+  with os.fdopen(writer, "w", encoding="ascii") as stream:
+    print("a", "é", "\udcff", file=output.Lasting(stream), flush=True)
+    assert os.read(reader, 100) == b"a \\xe9 \\udcff\n"
   os.close(reader)
-  stream.close()
 
 
-def fill(stream):
-  os.set_blocking(stream.fileno(), False)
-  try:
-    while True:
-      os.write(stream.fileno(), b"x" * 4096)
-  except BlockingIOError:
-    os.set_blocking(stream.fileno(), True)
+def test_a_reader_that_goes_ends_nothing():
+  """As `| head -1`: no traceback, and the status of the work."""
+  code = f"from loopwright.commands import process; {LINES}"
+  line = f'"$0" -c "{code}" | head -1; exit ${{PIPESTATUS[0]}}'
+  done = subprocess.run(
+    ["bash", "-c", line, sys.executable], cwd=REPOSITORY, capture_output=True, text=True
+  )
+  assert (done.returncode, done.stdout, done.stderr) == (7, "0\n", "")
 
 
-def test_a_slow_reader_gets_everything(pipe):
-  reader, stream = pipe
-  fill(stream)
-  writer = threading.Thread(target=print, args=("y" * 10_000,), kwargs={"file": stream})
-  writer.start()
-  time.sleep(0.5)
-  assert writer.is_alive()
-  found = b""
-  while not found.endswith(b"\n"):
-    found += os.read(reader, 65536)
-  writer.join()
-  assert found.strip(b"x") == b"y" * 10_000 + b"\n"
-
-
-def test_a_stalled_reader_does_not_hold_up_an_end(pipe):
-  """It gets a second once, nothing afterwards, and again everything when it reads again."""
-  reader, stream = pipe
-  fill(stream)
-  threading.Timer(0.5, output.hurry).start()
-  began = time.monotonic()
-  for _ in range(20):
-    print("lost", file=stream)
-  output.put_now(stream.fileno(), b"lost")
-  assert 0.9 < time.monotonic() - began < 15  # a second each would be 21
-  assert set(os.read(reader, 2**20)) == {ord("x")}  # all of it
-  print("read", file=stream)
-  assert os.read(reader, 100) == b"read\n"
-
-
-def test_lines_are_whole_and_what_the_encoding_lacks_is_escaped(pipe):
-  reader, stream = pipe
-  print("a", "é", "\udcff", file=stream)
-  assert os.read(reader, 100) == b"a \\xe9 \\udcff\n"
-  stream.write("no end")
-  os.set_blocking(reader, False)
-  with pytest.raises(BlockingIOError):
-    os.read(reader, 100)
-  stream.flush()
-  assert os.read(reader, 100) == b"no end"
+LINES = "process.run(lambda _: [print(n) for n in range(10**5)] and 7, [])"
 
 
 CLOSED = """

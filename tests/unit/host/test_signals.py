@@ -4,20 +4,18 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from loopwright.host import output, signals
+from loopwright.host import signals
 
 REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
-def a_shells_foreground(monkeypatch):
-  monkeypatch.setattr(output, "_hurried", threading.Event())  # only this test's process ends
+def a_shells_foreground():
   before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
   yield
   signal.signal(signal.SIGINT, before)

@@ -11,7 +11,6 @@ import toys
 import loopwright
 from loopwright import configurables
 from loopwright.errors import ConfigError
-from loopwright.run_folder import damage, folders
 from loopwright.runs.from_config import load
 from loopwright.runs.runner import run
 from loopwright.tools.runs import average
@@ -110,10 +109,8 @@ def test_the_checkpoint_of_another_run_is_in_no_mean_and_not_exported(tmp_path):
   one, other = tmp_path / "a", tmp_path / "b"
   start(one)
   start(other, "run.seed = 1", "run.train_steps = 7")
-  assert [damage.faults(folders.Run(str(each)), "a") for each in (one, other)] == [[], []]
   for path in (other / "checkpoints").glob("ckpt-7.*"):
     shutil.copy(path, one / "checkpoints")
-  assert damage.faults(folders.Run(str(one)), "a") != []  # it is after the log
   stranger = r"ckpt-7 was written by a start that history\.jsonl does not have.*run\.checkpoint="
   for mode in ("evaluate", "export"):
     with pytest.raises(ConfigError, match=stranger):

@@ -12,7 +12,7 @@ from loopwright.distribution import placement
 from loopwright.inputs.sources import ArraySource
 from loopwright.observers import Reading
 from loopwright.options import Cadence
-from loopwright.run_folder.places import Opened
+from loopwright.run_folder.places import RunFolder
 from loopwright.runs.session import Session
 from loopwright.strategies.parameter_server.strategy import ParameterServer
 from loopwright.tools.ledger import __main__
@@ -116,8 +116,9 @@ def test_parameter_servers_are_refused(tmp_path, monkeypatch):
 
 def session(trainer, folder, steps):
   cadence = Cadence(train_steps=steps, steps_per_loop=2, checkpoint_every_steps=4)
-  place = Opened(str(folder), str(folder))
-  made = Session(trainer=trainer, place=place, cadence=cadence, keep_checkpoints=10)
+  made = Session(
+    trainer=trainer, folder=RunFolder(str(folder)), cadence=cadence, keep_checkpoints=10
+  )
   made.restore()
   return made
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from loopwright.errors import ConfigError, is_finite
 from loopwright.host import bounded
 from loopwright.host.json_lines import Record
-from loopwright.run_folder import damage, flights, folders
+from loopwright.run_folder import flights, folders
 from loopwright.tools import goodput
 
 VERIFY, MEDIA = "verify.json", "media"
@@ -106,7 +106,7 @@ def read(path: str, name: str, of: int = 1) -> Shown:
       return otherwise
 
   shown.run = part(lambda: folders.Run(path), None)
-  shown.faults += damage.faults(shown.run, path) if shown.run else []
+  shown.faults += shown.run.unreadable if shown.run else []
   shown.curves = part(lambda: logged(folders.log(path), most), {})
   shown.goodput = part(lambda: goodput.read(path), None)
   shown.workers = part(lambda: flights.rows(flights.read(path)), [])

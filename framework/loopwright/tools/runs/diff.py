@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from loopwright.errors import ConfigError, printable, shown
-from loopwright.run_folder import damage, folders
+from loopwright.run_folder import folders
 from loopwright.tools.runs import ls
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def run(parsed: Parsed) -> int:
     rows += [[title if found else f"{title}: no difference", "", ""], *found]
   print("\n".join(ls.table(rows)))
   for run, name in zip(runs, parsed.arguments, strict=True):
-    for fault in damage.faults(run, name):
+    for fault in run.faults(name):
       print(printable(f"{ls.DAMAGED}: {fault}"))
   return 0
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopwright.errors import printable
-from loopwright.run_folder import damage, folders
+from loopwright.run_folder import folders
 
 if TYPE_CHECKING:
   from loopwright.commands.arguments import Parsed
@@ -45,7 +45,7 @@ class Row:
     last = [*run.evaluations.values()][-1:]
     return cls(
       name, run.step, run.train_steps, run.status(), run.best(), dict(*last),
-      time.time() - run.changed(), run.size(), damage.faults(run, name),
+      time.time() - run.changed(), run.size(), run.faults(name),
     )  # fmt: skip
 
   def cells(self) -> Sequence[str]:
