@@ -4,7 +4,7 @@
 
 Each trial is a run that begins with 2 to 6 workers, may go on with one, and meets eight faults at
 random moments; the place of a lost worker is used again after a second. One run in five has a fixed
-number of workers, so that it goes back to checkpoints on disk. A run is lost
+number of workers. A run is lost
 
 - if it hangs, or does not end with status 0 at the last step (after a SIGTERM: 75, and it is
   started again);
@@ -16,8 +16,8 @@ number of workers, so that it goes back to checkpoints on disk. A run is lost
 - if a process of it lives 30 s after its end.
 
   faults   kill (SIGKILL), stop (SIGSTOP), term (SIGTERM)
-  phases   import, meeting, trace: of a start, so of a recovery if it is not the first fault; step,
-           save, evaluation
+  phases   import, connecting, trace: of a start, so of a recovery if it is not the first fault;
+           step, save, evaluation
   whom     worker 0, another one, or two at once
 """
 
@@ -50,7 +50,7 @@ from benchmarks.trials import Outcome, Run
 from loopwright.host.children import PROGRAM
 from loopwright.run_folder import checkpoints, flights, layout, legs
 from loopwright.tools.ledger import __main__ as ledger
-from loopwright.tools.local_cluster import run_local
+from loopwright.tools.local_cluster import LocalCluster
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "benchmarks/elastic_trials.gin"
@@ -60,7 +60,7 @@ UNBROKEN = 3  # workers of the uninterrupted run
 FAULTS_A_RUN = 8
 LIMIT_S = 300.0  # to recover, or to end
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
-STARTING = ("import", "meeting", "trace")
+STARTING = ("import", "connecting", "trace")
 PHASES = (*STARTING, "step", "save", "evaluation")
 MARK = "ELASTIC_TRIAL"
 """The variable that all processes of a run have."""
@@ -103,18 +103,18 @@ class Elastic:
     return found
 
   def workers(self) -> list[int]:
-    """Returns the living workers, in order; they are forks of the oldest of such processes."""
+    """Returns the living workers, in order."""
     found = []
     for pid in children(self.process.pid):
       with suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-        if state != "Z" and b"standby" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if state != "Z":
           found.append((int(fields[18]), pid))
     return [pid for _, pid in sorted(found)]
 
   def all_workers(self) -> list[int] | None:
     """Returns the workers of a start if none has ended."""
-    _, *found = self.workers() or [0]
+    found = self.workers()
     return found if found and len(found) == self.sizes()[-1] else None
 
   def addresses(self, header: str) -> list[str]:
@@ -148,10 +148,11 @@ class Elastic:
 
 def run(folder: str, least: str, most: str) -> int:
   arguments = [f"--gin_file={CONFIG}", f"--model_dir={folder}", "--mode=train_and_evaluate"]
-  return run_local(
+  cluster = LocalCluster(
     command=[*PROGRAM, *arguments], model_dir=folder, least=int(least), workers=int(most),
-    max_restarts=20, rest_s=1.0, stopped_s=10.0, imports=True,
+    max_restarts=20, rest_s=1.0,
   )  # fmt: skip
+  return cluster.run()
 
 
 def open_ports(pid: int) -> Iterator[int]:
@@ -247,7 +248,7 @@ class Breaking:
         return writes or saved or (phase == "step" and reached(folder) >= end)
       if pid not in self._run.workers() or phase == "import":
         return True
-      if phase == "meeting":
+      if phase == "connecting":
         return next(open_ports(pid), None) is not None
       return bool((leg := self._run.leg(worker, pid)) and leg.loops)
 
@@ -255,7 +256,7 @@ class Breaking:
       return False
     most = {
       "import": 0.3,
-      "meeting": 0.6,
+      "connecting": 0.6,
       "trace": 1.0,
       "step": 0.3,
       "save": 0.0,

@@ -149,14 +149,13 @@ def break_start(folder: Path, kind: str, rng: random.Random) -> Outcome:
   spec = make_cluster(workers=2)
   victim, outcome = rng.randrange(2), Outcome()
   host, port = spec["worker"][victim].split(":")
-  other = (1, "did not connect" if victim else "did not answer")
-  wanted, params = {1 - victim: other}, {}
+  wanted, params = {1 - victim: (1, "did not connect")}, {}
   with contextlib.ExitStack() as taken:
     if kind == "port_taken":
       taken.enter_context(socket.create_server((host, int(port))))
       wanted[victim] = (1, "another process uses the port")
     elif kind == "other_config":
-      wanted, params = dict.fromkeys((0, 1), (2, "in its run.seed, which is ")), {victim: "7"}
+      wanted, params = dict.fromkeys((0, 1), (2, "in its run.seed, ")), {victim: "7"}
     workers = {index: worker(folder, spec, index, params.get(index, "0")) for index in wanted}
     ends = {index: (run.wait(TIMEOUT_S), run.last_line()) for index, run in workers.items()}
   for index, (status, words) in wanted.items():

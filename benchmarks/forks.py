@@ -58,16 +58,16 @@ def check_cold() -> None:
 
 def tasks_in(folder: Path) -> None:
   """Makes `--local_workers` write the process id of each task, such as worker-1, to a folder."""
-  from loopwright.tools.local_process import Process
+  from loopwright.tools.local_cluster import Process
 
-  start = Process.start
+  start = Process.__init__
   folder.mkdir(parents=True, exist_ok=True)
 
-  def noted(self: Process) -> None:
-    start(self)
-    (folder / self.name).write_text(str(self._popen.pid))
+  def noted(self: Process, name: str, *more: Any, **options: Any) -> None:
+    start(self, name, *more, **options)
+    (folder / name).write_text(str(self._popen.pid))
 
-  Process.start = noted  # type: ignore[method-assign]
+  Process.__init__ = noted  # type: ignore[method-assign]
 
 
 class Fork:

@@ -180,10 +180,6 @@ class Job:
       time.sleep(1)
     return True
 
-  def secrets(self) -> list[Path]:
-    """Returns the files that slurm.sh has made for the job's secret."""
-    return list(REPOSITORY.glob(f"runs/.secret-loopwright{os.getpid()}-{self.number}-*"))
-
   def records(self) -> list[Path]:
     """Returns the files with the job's nodes that slurm.sh has made."""
     return list(REPOSITORY.glob(f"runs/.nodes-loopwright{os.getpid()}-{self.number}"))

@@ -27,16 +27,7 @@ set -u
 
 mkdir -p runs
 job=${SLURM_CLUSTER_NAME-}-$SLURM_JOB_ID
-trap 'rm -f "${secret-}"; kill $(jobs -p) 2>/dev/null' EXIT
-
-# Only workers with this job's secret meet. `mktemp` makes a file that only its owner can read.
-if [[ -z ${LOOPWRIGHT_CLUSTER_SECRET-}${LOOPWRIGHT_CLUSTER_SECRET_FILE-} ]]; then
-  secret=$PWD/runs/.secret-$job-
-  rm -f "$secret"* # of an attempt that was killed
-  secret=$(mktemp "${secret}XXXXXX") || exit 1
-  od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$secret"
-  export LOOPWRIGHT_CLUSTER_SECRET_FILE=$secret
-fi
+trap 'kill $(jobs -p) 2>/dev/null' EXIT
 
 # Jobs on one node need different ports: 16 per job, below the ephemeral range.
 port_base=$((10000 + SLURM_JOB_ID % 1000 * 16))

@@ -107,7 +107,6 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.run_folder.fitting": "Fitting",
     "loopwright.run_folder.nonfinite": "saved_state",
     "loopwright.run_folder.remote": "Remote local_copy",
-    "loopwright.run_folder.snapshots": "Snapshots",
     "loopwright.distribution.gpus": "peak_mib gpu_utilization=utilization in_tf32 "
     "described_gpus=described configure_gpus=configure warn_of_unseen_gpus=warn_of_unseen",
   },

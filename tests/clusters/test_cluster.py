@@ -1,11 +1,12 @@
-"""Workers that meet before TensorFlow connects them: threads in the place of processes."""
+"""Workers that compare what they share: threads in the place of processes."""
 
 import concurrent.futures
+import contextlib
 import importlib
 import itertools
 import json
+import os
 import re
-import socket
 import sys
 import threading
 import types
@@ -18,11 +19,11 @@ import tensorflow as tf
 from loopwright.distribution import placement
 from loopwright.distribution.cluster import ClusterError, Peer, declare, declared
 from loopwright.errors import ConfigError
-from loopwright.runs import builder
+from loopwright.runs import builder, resume_rules
 from loopwright.strategies import factories
 from loopwright.strategies.workers import identity as cluster
 from loopwright.strategies.workers import rendezvous, resolvers
-from loopwright.tools.local_cluster import free_ports
+from loopwright.tools.local_cluster import make_cluster as local_addresses
 
 
 def resolver(addresses, index, job="worker"):
@@ -31,83 +32,128 @@ def resolver(addresses, index, job="worker"):
   )
 
 
-@pytest.fixture
-def addresses():
-  return [f"127.0.0.1:{port}" for port in free_ports(3)]
+class Service:
+  """TensorFlow's coordination service, of threads that stand for workers."""
+
+  def __init__(self):
+    self._texts, self._changed = {}, threading.Condition()
+
+  def set_config_key_value(self, key, text):
+    with self._changed:
+      self._texts[re.sub(r"/\d+/", "/", key, count=1)] = text  # without the number of the call
+      self._changed.notify_all()
+
+  def get_config_key_value(self, key, timeout_in_ms):
+    key = re.sub(r"/\d+/", "/", key, count=1)
+    with self._changed:
+      if not self._changed.wait_for(lambda: key in self._texts, timeout_in_ms / 1000):
+        raise tf.errors.DeadlineExceededError(None, None, key)
+      return self._texts[key]
 
 
-def meet(monkeypatch, addresses, facts, *, timeout_s=10.0, come=None):
+def compared(monkeypatch, facts, *, size=None, timeout_s=10.0):
   """Returns what each worker that comes raises, or None; a thread for each."""
-  thread_facts = threading.local()
-  monkeypatch.setattr(rendezvous, "facts", lambda: thread_facts.value)
+  service = Service()
+  monkeypatch.setattr(cluster.context, "context", lambda: service)
 
   def one(index):
-    thread_facts.value = facts[index]
     try:
-      rendezvous.preflight(resolver(addresses, index), timeout_s=timeout_s)
-    except Exception as error:
-      return error
+      make_cluster(size or len(facts), index).require_alike(facts[index], timeout_s=timeout_s)
+    except (ClusterError, ConfigError) as error:
+      return str(error)
     return None
 
-  come = range(len(addresses)) if come is None else come
-  with concurrent.futures.ThreadPoolExecutor(len(addresses)) as pool:
-    return list(pool.map(one, come))
+  with concurrent.futures.ThreadPoolExecutor(len(facts)) as pool:
+    return list(pool.map(one, range(len(facts))))
 
 
 ALIKE = {"run.seed": "1", "version of keras": "3.15.1"}
 
 
-@pytest.fixture
-def secret(monkeypatch):
-  monkeypatch.setenv("LOOPWRIGHT_CLUSTER_SECRET", "a secret of the cluster")
+@pytest.mark.parametrize(
+  ("odd", "other", "difference"),
+  [
+    (1, {"run.seed": "2"}, "run.seed, 2 and not 1"),
+    (2, {"run.seed": "2", "version of keras": "4"}, "run.seed, 2 and not 1 (and 1 more)"),
+    (2, {"a": "b"}, "a, b and not missing"),
+    (0, {"a": "x" * 300}, f"a, missing and not {'x' * 200}... (digest "),
+  ],
+)
+def test_one_that_differs_is_named_on_all(odd, other, difference, monkeypatch):
+  facts = [ALIKE, ALIKE, ALIKE]
+  facts[odd] = {**ALIKE, **other}
+  first, *more = compared(monkeypatch, facts)
+  assert more == [first, first]
+  named = f"worker-{odd or 1} (10.0.0.{odd or 1}:1) differs from worker-0 (10.0.0.0:1) in its "
+  assert first.startswith(f"{named}{difference}")
+  assert first.endswith("; start all workers with the same command.")
 
 
-@pytest.mark.usefixtures("secret")
-@pytest.mark.parametrize("odd", [1, 2])
-def test_one_that_differs_is_named_on_all(odd, monkeypatch, addresses):
-  facts = [dict(ALIKE), dict(ALIKE), dict(ALIKE)]
-  facts[odd]["run.seed"] = "2"
-  errors = meet(monkeypatch, addresses, facts)
-  lines = [
-    f"worker-{odd} ({addresses[odd]}) differs from worker-0 ({addresses[0]}) in its run.seed, "
-    f"which is {2 if index == odd else 1} here; start all workers with the same command."
-    for index in range(3)
-  ]
-  assert [(type(error), str(error)) for error in errors] == [(ConfigError, line) for line in lines]
+def test_workers_that_are_alike_go_on(monkeypatch):
+  assert compared(monkeypatch, [ALIKE] * 3) == [None] * 3
+  assert compared(monkeypatch, [ALIKE]) == [None]
 
 
-@pytest.mark.usefixtures("secret")
-def test_a_fact_that_only_one_has_differs_too(monkeypatch, addresses):
-  errors = meet(monkeypatch, addresses, [ALIKE, {**ALIKE, "a": "b", "c": "d"}, ALIKE])
-  for error, value in zip(errors, ["missing", "b", "missing"], strict=True):
-    assert f"in its a, which is {value} here (and 1 more);" in str(error)
+def test_one_that_ends_before_it_has_told_is_named(monkeypatch):
+  line = "lost worker-2 (10.0.0.2:1), which stopped answering, before the first step"
+  assert compared(monkeypatch, [ALIKE] * 2, size=3, timeout_s=0.2) == [line] * 2
 
 
-def test_one_that_never_comes_is_named_on_those_that_did(monkeypatch, addresses):
-  errors = meet(monkeypatch, addresses, [ALIKE] * 3, timeout_s=1.5, come=[0, 1])
-  line = f"worker-2 ({addresses[2]}) did not connect within 1.5 s"
-  assert [(type(error), str(error)) for error in errors] == [(ClusterError, line)] * 2
+BARRIER = (
+  "Barrier timed out. # of tasks that reached the barrier: 1/3.\nThe first task at the barrier: "
+  "/job:worker/replica:0/task:0. Some timed out task names:\n{}\n\nAdditional GRPC error "
+  "information from remote target /job:worker/replica:0/task:0 while calling"
+)
+SILENT = "Deadline Exceeded\nAdditional GRPC error information from remote target"
 
 
-def test_a_chief_that_never_comes_is_named(monkeypatch, addresses):
-  errors = meet(monkeypatch, addresses, [ALIKE] * 3, timeout_s=0.5, come=[1])
-  line = f"worker-0 ({addresses[0]}) did not answer within 0.5 s"
-  assert [(type(error), str(error)) for error in errors] == [(ClusterError, line)]
+@pytest.mark.parametrize(
+  ("index", "message", "missing"),
+  [
+    (0, BARRIER.format("/job:worker/replica:0/task:2\n"), "worker-2 (10.0.0.2:1)"),
+    (
+      0, BARRIER.format("/job:worker/replica:0/task:1\n/job:worker/replica:0/task:2\n"),
+      "worker-1 (10.0.0.1:1), worker-2 (10.0.0.2:1)",
+    ),
+    (1, BARRIER.format("/job:worker/replica:0/task:2\n"), "worker-2 (10.0.0.2:1)"),
+    (1, f"{SILENT} /job:worker/replica:0/task:0", "worker-0 (10.0.0.0:1)"),
+    (0, "Deadline Exceeded", "worker-1 (10.0.0.1:1) or worker-2 (10.0.0.2:1)"),
+  ],
+)  # fmt: skip
+def test_who_does_not_come_is_named(index, message, missing, monkeypatch):
+  def late(*_):
+    raise tf.errors.DeadlineExceededError(None, None, message)
+
+  found = resolver([f"10.0.0.{worker}:1" for worker in range(3)], index)
+  monkeypatch.setattr(rendezvous, "configure_runtime", lambda *_, **__: None)
+  monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", late)
+  with pytest.raises(ClusterError) as caught:
+    factories.multi_worker_mirrored(resolver=lambda: found, start_timeout_s=7.0)
+  assert str(caught.value) == f"{missing} did not connect within 7 s"
 
 
-@pytest.mark.parametrize("index", [0, 2])
-def test_a_taken_port_is_told_at_once(index, addresses):
-  host, port = addresses[index].split(":")
-  with socket.create_server((host, int(port))), pytest.raises(ClusterError) as caught:
-    rendezvous.preflight(resolver(addresses, index), timeout_s=30.0)
+def test_a_taken_port_is_told(monkeypatch):
+  def taken(*_):
+    raise tf.errors.UnknownError(None, None, "Could not start gRPC server")
+
+  monkeypatch.setattr(rendezvous, "configure_runtime", lambda *_, **__: None)
+  monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", taken)
+  with pytest.raises(ClusterError) as caught:
+    factories.multi_worker_mirrored(resolver=lambda: resolver(["a:1", "b:2"], 1))
   assert str(caught.value) == (
-    f"cannot listen on {addresses[index]}, this worker's own address: another process uses the port"
+    "cannot listen on b:2, this worker's own address: another process uses the port"
   )
 
 
-def test_a_cluster_of_one_meets_nobody():
-  [port] = free_ports(1)
-  rendezvous.preflight(resolver([f"127.0.0.1:{port}"], 0), timeout_s=0.1)
+@pytest.mark.parametrize("own", ["", "x"])
+def test_grpc_takes_no_proxy_unless_it_has_one_of_its_own(own, monkeypatch):
+  name = "grpc_proxy"
+  monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+  monkeypatch.setenv(name, own)
+  if not own:
+    monkeypatch.delenv(name)
+  rendezvous.avoid_proxies()
+  assert os.environ[name] == own
 
 
 def test_the_facts_are_those_of_this_process(monkeypatch):
@@ -262,12 +308,11 @@ def test_a_worker_lost_while_variables_are_made_is_blamed(monkeypatch):
     recipe.trainer(None, tf.distribute.get_strategy())
 
 
-def test_a_worker_lost_while_tensorflow_connects_is_blamed(monkeypatch, addresses):
+def test_a_worker_lost_while_tensorflow_connects_is_blamed(monkeypatch):
   def lost(*_):
     raise tf.errors.DeadlineExceededError(None, None, LOST[1][0])
 
-  found = resolver(addresses, 0)
-  monkeypatch.setattr(rendezvous, "preflight", lambda *_, **__: None)
+  found = resolver(["a:1", "b:2", "c:3"], 0)
   monkeypatch.setattr(rendezvous, "configure_runtime", lambda *_, **__: None)
   monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", lost)
   with pytest.raises(ClusterError, match=r"lost worker-2 .* which stopped answering, after step 0"):
@@ -448,6 +493,34 @@ def test_no_tpu(address, says):
 
 
 def test_a_tpu_that_does_not_answer():
-  [port] = free_ports(1)
-  with pytest.raises(ClusterError, match=f"nothing answered at 127.0.0.1:{port} within 0.3 s"):
-    factories.tpu(address=f"grpc://127.0.0.1:{port}", start_timeout_s=0.3)
+  [address] = local_addresses(workers=1)["worker"]
+  with pytest.raises(ClusterError, match=f"nothing answered at {address} within 0.3 s"):
+    factories.tpu(address=f"grpc://{address}", start_timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+  ("size", "layers", "line"),
+  [
+    (
+      4, [], "run.per_replica_batch_size = 4 is part of the update, which would change with it: "
+      "set run.global_batch_size instead",
+    ),
+    (
+      None, [keras.layers.BatchNormalization(name="bn")], "the batch normalisation 'bn' averages "
+      "over each replica's own rows, which would change with it: set its synchronized=True",
+    ),
+    (None, [keras.layers.BatchNormalization(synchronized=True)], ""),
+  ],
+)  # fmt: skip
+def test_what_depends_on_the_number_of_workers_is_refused_if_it_varies(
+  size, layers, line, monkeypatch
+):
+  monkeypatch.setenv("LOOPWRIGHT_WORKERS", "1:2")
+  model = keras.Sequential([keras.Input([3]), *layers, keras.layers.Dense(1)])
+  trainer = types.SimpleNamespace(task=types.SimpleNamespace(model=model))
+  with pytest.raises(ConfigError) if line else contextlib.nullcontext() as caught:
+    resume_rules.require_any_size(trainer, size)
+  if line:
+    assert str(caught.value) == (
+      f"the number of workers may vary (1:2), but {line}, or give one number of workers."
+    )

@@ -28,8 +28,8 @@ from loopwright import configurables
 from loopwright.strategies import factories
 from loopwright.strategies.parameter_server import servers
 from loopwright.strategies.workers import identity as cluster
-from loopwright.strategies.workers import resolvers, wire
-from loopwright.tools.local_cluster import GRACE_S, MISTAKE, SAVED
+from loopwright.strategies.workers import resolvers
+from loopwright.tools.local_cluster import MISTAKE, SAVED, LocalCluster
 
 ROOT = Path(launch.__file__).parent
 DEPLOY = ROOT / "deploy"
@@ -347,10 +347,10 @@ def test_a_typo_does_not_fit():
   ]
   job = of_kind("job-multi-worker.yaml", "Job")
   job["spec"]["podFailurePolicy"]["rules"][1]["onExitCode"] = {}
-  container_of(job["spec"]["template"])["volumeMounts"][1]["mountpath"] = "/runs"
+  container_of(job["spec"]["template"])["volumeMounts"][0]["mountpath"] = "/runs"
   assert misfits(job, MODELS["batch/v1", "Job"]) == [
     ".spec.podFailurePolicy.rules[1].onExitCode",
-    ".spec.template.spec.containers[0].volumeMounts[1].mountpath",
+    ".spec.template.spec.containers[0].volumeMounts[0].mountpath",
   ]
 
 
@@ -382,7 +382,7 @@ class TestJob:
 
   def test_there_is_time_to_save(self, name):
     for pod in pods(name).values():
-      assert pod["spec"]["terminationGracePeriodSeconds"] >= GRACE_S
+      assert pod["spec"]["terminationGracePeriodSeconds"] >= LocalCluster.grace_s
 
   def test_only_its_own_pods_reach_its_ports(self, name):
     labels = of_kind(name, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"]
@@ -455,18 +455,6 @@ class TestIndexedJob:
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     assert service["spec"]["clusterIP"] == "None"
     return [f"{job}-{index}.{service['metadata']['name']}" for index in range(2)]
-
-
-@pytest.mark.parametrize("name", sorted(JOBS.keys() - {"tfjob-parameter-server.yaml"}))
-def test_workers_read_the_secret_that_the_first_line_makes(name):
-  [pod] = pods(name).values()
-  container, volume = container_of(pod), pod["spec"]["volumes"][1]
-  mount = container["volumeMounts"][1]
-  assert mount["name"] == volume["name"]
-  secret = volume["secret"]["secretName"]
-  made = f"kubectl create secret generic {secret} --from-literal=secret="
-  assert made in (DEPLOY / name).read_text()
-  assert container["env"] == [{"name": wire.SECRET_FILE, "value": f"{mount['mountPath']}/secret"}]
 
 
 def test_workers_of_a_tfjob_find_each_other(monkeypatch):
@@ -551,7 +539,7 @@ def test_a_restricted_namespace_takes_the_pods():
       assert (whole["runAsNonRoot"], whole["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
       assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
       assert {kind for volume in pod["spec"]["volumes"] for kind in volume} <= {
-        *("name", "persistentVolumeClaim", "secret")
+        *("name", "persistentVolumeClaim")
       }
 
 

@@ -105,15 +105,14 @@ def _require_writable(path: str) -> None:
 def launch_local(values: argparse.Namespace, model_dir: str) -> int:
   """Runs this command line without LOCAL_FLAGS in each process of a cluster on this machine."""
   from loopwright.host.children import PROGRAM
-  from loopwright.tools.local_cluster import run_local
+  from loopwright.tools.local_cluster import LocalCluster
 
-  restarts = values.local_workers.least < values.local_workers or values.max_restarts > 0
-  return run_local(
+  cluster = LocalCluster(
     command=[*PROGRAM, *as_flags(values)],
     model_dir=model_dir,
     workers=int(values.local_workers),
     least=values.local_workers.least,
-    imports=restarts and not values.local_ps,
     ps=values.local_ps,
     max_restarts=values.max_restarts,
   )
+  return cluster.run()

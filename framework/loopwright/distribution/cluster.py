@@ -14,15 +14,13 @@ from loopwright.errors import Failed
 
 WORKERS = "LOOPWRIGHT_WORKERS"
 """The variable that tells processes the least and most workers of their run, such as "2:4"."""
-SNAPSHOTS = "LOOPWRIGHT_SNAPSHOTS"
-"""The variable with a folder in memory that outlives the processes; see run_folder/snapshots.py."""
 
 declared: dict[str, str] = {}
 """Facts about this process, which must be equal on all workers; see `declare`."""
 
 
 def declare(facts: Mapping[str, Any]) -> None:
-  """Adds facts about this process, which workers compare before they connect (host)."""
+  """Adds facts about this process, which workers compare once they are connected (host)."""
   declared.update({name: str(value) for name, value in facts.items()})
 
 

@@ -4,6 +4,8 @@ Python searches the working directory first, or the folder of a script. A child 
 user's `signal.py` does not replace Python's module, and neither does a module of ours.
 """
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +18,15 @@ _RUN_MODULE = (
 )
 """For Python 3.10, which has no option -P; `sys` is built in."""
 
+_WITH_PARENT = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG = 1
+parent, number = map(int, sys.argv[1:3])
+getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)(PR_SET_PDEATHSIG, number, 0, 0, 0)
+if os.getppid() == parent:  # else the parent died before prctl
+  os.execvp(sys.argv[3], sys.argv[3:])
+"""
+
 
 def module(name: str) -> list[str]:
   """Returns the command that runs a module in another process, without the working directory."""
@@ -26,3 +37,8 @@ def module(name: str) -> list[str]:
 
 PROGRAM = tuple(module("loopwright"))
 """What starts a command in another process."""
+
+
+def with_parent(number: int = signal.SIGKILL) -> list[str]:
+  """Returns what starts a command that gets a signal when this process ends, on Linux."""
+  return [sys.executable, "-I", "-S", "-c", _WITH_PARENT, str(os.getpid()), str(int(number))]

@@ -35,8 +35,6 @@ ALWAYS = (CHECKPOINTS, EVAL, FLIGHT, TRAIN)
 
 PREFIX = "ckpt"
 """A checkpoint is ckpt-<step>.index and ckpt-<step>.data-*."""
-STARTS = "starts"
-"""The file beside checkpoints in memory with the ids of the starts that made them."""
 UNFINISHED = "unfinished"
 """The folder in `CHECKPOINTS` in which a checkpoint is written before its files are moved."""
 _INDEX = re.compile(rf"{PREFIX}-(\d+)\.index")

@@ -22,8 +22,6 @@ from pathlib import Path
 
 from loopwright.run_folder import layout
 
-BEGAN = "LOOPWRIGHT_BEGAN"
-"""The variable that tells the first processes of a local cluster when its own process began."""
 INPUT, COMPUTE, COLLECTIVE = "input", "compute", "collective"
 FINEST_S, _LEAST_S = 1.05, 1e-6
 _RECENT = 9
@@ -138,12 +136,7 @@ def ticks(process: int) -> int:
 
 
 def age_s() -> float:
-  """Returns for how long this process has been running; 0 if the system does not say.
-
-  Of the first processes of a local cluster, for how long what started them has.
-  """
-  if told := os.environ.get(BEGAN):
-    return time.time() - float(told)
+  """Returns for how long this process has been running; 0 if the system does not say."""
   began = ticks(os.getpid())
   if not began:
     return 0.0

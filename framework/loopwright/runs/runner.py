@@ -223,7 +223,7 @@ def run(given: Options) -> dict[str, float]:
     cadence = given.part(Cadence, train_steps=_train_steps(given, trainer))
     if training:
       start.train_steps = cadence.train_steps
-      if clusters.WORKERS in os.environ:
+      if os.environ.get(clusters.WORKERS):
         registry.load("part", "require_any_size")(trainer, given.per_replica_batch_size)
       start.require_data(examples(trainer, evaluator))
     session = Session(

@@ -1,18 +1,14 @@
-"""When a run saves: checkpoints at their steps, copies in memory between them."""
+"""When a run saves: checkpoints at their steps."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from loopwright.hooks import Hook
 from loopwright.options import Cadence
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.run_folder.places import RunFolder
-
-if TYPE_CHECKING:
-  from loopwright.run_folder.snapshots import Snapshots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,13 +16,11 @@ class Saving(Hook):
   """Saves a run into its folder; raises where the folder is no longer the run's.
 
   Attributes:
-    snapshots: copies in memory, which nobody keeps if it is None.
     cadence: the steps at which a checkpoint is due.
     saved: called after the values of a checkpoint are read.
   """
 
   manager: CheckpointManager
-  snapshots: Snapshots | None
   folder: RunFolder
   cadence: Cadence
   saved: Callable[[], None]
@@ -36,11 +30,9 @@ class Saving(Hook):
     return min(end, self.cadence.next_save(step))
 
   def due(self, step: int) -> None:
-    """Saves a checkpoint, or a copy in memory."""
+    """Saves a checkpoint."""
     if step % self.cadence.checkpoint_every_steps == 0:
       self.saves()
-    elif self.snapshots is not None:
-      self.snapshots.take()
 
   def pauses(self, step: int) -> None:
     """Raises if the folder is gone or another's, or what a save raised in its thread."""

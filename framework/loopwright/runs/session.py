@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ import tensorflow as tf
 
 from loopwright import configurables, hangs, registry
 from loopwright.actions.base import Action
-from loopwright.distribution.cluster import SNAPSHOTS
 from loopwright.errors import ConfigError, Preempted
 from loopwright.evaluator import Evaluator
 from loopwright.flight import Flight
@@ -34,7 +32,6 @@ from loopwright.trainer import Trainer
 
 if TYPE_CHECKING:
   from loopwright.actions.calls import Actions
-  from loopwright.run_folder.snapshots import Snapshots
 
 
 class Session:
@@ -82,12 +79,10 @@ class Session:
     )
     self._say = self._reports.progress.message
     self._flight = flight or Flight()
-    self._manager = self._make_manager(start, assets, folder.file(layout.CHECKPOINTS))
-    self._snapshots = self._make_snapshots(start, assets)
+    self._manager = self._make_manager(start, assets)
     self._saving = Saving(
-      manager=self._manager, snapshots=self._snapshots, folder=folder, cadence=cadence,
-      saved=self._flight.saved,
-    )  # fmt: skip
+      manager=self._manager, folder=folder, cadence=cadence, saved=self._flight.saved
+    )
     self._stopping = Stopping(
       cluster=self.cluster, progress=self._reports.progress, goes_on=self._flight.goes_on,
       saving=self._saving,
@@ -103,26 +98,15 @@ class Session:
         replay_command=registry.load("part", "replay_command")(folder.path, trainer),
       )  # fmt: skip
 
-  def _make_snapshots(self, start: Start | None, assets: str) -> Snapshots | None:
-    folder = os.environ.get(SNAPSHOTS)
-    if not folder or start is None:
-      return None
-    kind: type[Snapshots] = registry.load("part", "Snapshots")
-    directory = os.path.join(folder, layout.CHECKPOINTS)
-    manager = self._make_manager(start, assets, directory, keep=kind.kept)
-    return kind(manager, self.cluster, start=start.name)
-
-  def _make_manager(
-    self, start: Start | None, assets: str, directory: str, keep: int | None = None
-  ) -> CheckpointManager:
+  def _make_manager(self, start: Start | None, assets: str) -> CheckpointManager:
     ledgers = map(layout.ledger, range(self.cluster.size))
     known = functools.partial(history.starts, self._folder.path)
     return CheckpointManager(
       trainer=self.trainer,
-      directory=directory,
+      directory=self._folder.file(layout.CHECKPOINTS),
       experiment=experiment(self.trainer),
       assets=assets,
-      keep=keep or self._keep,
+      keep=self._keep,
       logs=[self._reports.log.path, *map(self._folder.file, ledgers)],
       before_first=(lambda: start.record(step=self._restored_step)) if start else None,
       after_each=self._folder.send,
@@ -145,10 +129,7 @@ class Session:
     """
     self._flight.note("setup")
     if checkpoint is None:
-      newest = max(layout.checkpoint_steps(self._folder.path), default=0)
-      copies = self._snapshots.manager if self._snapshots else None
-      if copies is None or copies.restore_newest(after_step=newest) is None:
-        self._manager.restore_or_initialize()
+      self._manager.restore_or_initialize()
     else:
       self._manager.restore_from(checkpoint)
     self._restored_step = self.step
@@ -162,8 +143,6 @@ class Session:
           self._write_config()  # so that a run that dies in its first step can be told apart
           raise
         self._manager.renew()
-        if self._snapshots:
-          self._snapshots.manager.renew()
     self._flight.note("tracing")
 
   def describe(self, *, precision: str, notes: Sequence[str] = ()) -> None:

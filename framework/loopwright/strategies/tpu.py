@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from loopwright.distribution.placement import Placement, register
 from loopwright.errors import ConfigError
-from loopwright.strategies.workers import proxies, rendezvous
+from loopwright.strategies.workers import rendezvous
 
 
 @register(tf.distribute.TPUStrategy)
@@ -37,7 +37,7 @@ def tpu(
   """
   remedy = "give 'local' on a TPU VM, a TPU's name with zone and project, or 'grpc://host:port'"
   if address.startswith("grpc://"):
-    proxies.avoid([address.removeprefix("grpc://")])
+    rendezvous.avoid_proxies()
     rendezvous.require_answer(address.removeprefix("grpc://"), timeout_s=start_timeout_s)
   try:
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver(

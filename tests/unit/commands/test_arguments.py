@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,12 @@ def test_a_mistake_is_one_line(capsys, given, line):
 )
 def test_a_local_cluster_gets_flags_alone(monkeypatch, command, mode):
   given = {}
-  monkeypatch.setattr(local_cluster, "run_local", lambda **options: given.update(options) or 0)
+
+  def cluster(**options):
+    given.update(options)
+    return types.SimpleNamespace(run=lambda: 0)
+
+  monkeypatch.setattr(local_cluster, "LocalCluster", cluster)
   line = ["loopwright", command, "digits_cnn", "a.b=1", "--local_workers=2", "--model_dir=m"]
   assert launching.run(arguments.parse(line)) == 0
   count = len(children.PROGRAM)

@@ -3,7 +3,6 @@
 Files in a folder stand for a machine's; TensorFlow itself sees no GPU here.
 """
 
-import contextlib
 import re
 import subprocess
 import sys
@@ -96,6 +95,7 @@ def test_nothing_is_told_if_tensorflow_sees_them_all(machine, monkeypatch):
 
 RUN = """
 import sys
+import types
 from loopwright.host import nvidia
 nvidia.ROOT = sys.argv[1]
 import numpy as np, keras, loopwright
@@ -147,12 +147,18 @@ def test_the_environment_limits_it_too(given, visible):
 def environments(monkeypatch, tmp_path, **options):
   """The environment of each process of a local cluster, none of which is started."""
   made = {}
-  monkeypatch.setattr(local_cluster.Process, "start", lambda one: made.update({one.name: one}))
-  monkeypatch.setattr(
-    local_cluster.private_network, "opened", lambda *_, **__: contextlib.nullcontext(())
-  )
-  local_cluster.run_local(command=["true"], model_dir=str(tmp_path), **options)
-  return {name: each.environment.get("CUDA_VISIBLE_DEVICES") for name, each in made.items()}
+
+  def process(name, command, env, log, **_):
+    del command, log
+    made[name] = env.get("CUDA_VISIBLE_DEVICES")
+    return types.SimpleNamespace(status=0, has_ended=lambda **_: False, send=lambda *_: None)
+
+  monkeypatch.setattr(local_cluster, "Process", process)
+  workers = options["workers"]
+  local_cluster.LocalCluster(
+    command=["true"], model_dir=str(tmp_path), least=workers, **options
+  ).run()
+  return made
 
 
 @pytest.mark.parametrize(

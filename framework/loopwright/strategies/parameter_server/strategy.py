@@ -15,7 +15,7 @@ from loopwright.graphs.aliases import PerReplica
 from loopwright.strategies.parameter_server import servers
 from loopwright.strategies.parameter_server.evaluator import ParameterServerEvaluator
 from loopwright.strategies.parameter_server.trainer import ParameterServerTrainer
-from loopwright.strategies.workers import proxies, resolvers
+from loopwright.strategies.workers import rendezvous, resolvers
 from loopwright.strategies.workers.identity import ClusterResolver
 
 _ASYNCHRONOUS = "needs a synchronous strategy, but parameter_server is asynchronous; use "
@@ -104,7 +104,7 @@ def parameter_server(
       "partitioned; set both, for example min_shard_bytes = 262144."
     )
   servers.check_jobs(found)
-  proxies.avoid(peer.address for job in servers.JOBS for peer in servers.peers_of(found, job))
+  rendezvous.avoid_proxies()
   if found.task_type != "chief":
     return servers.Server(found, start_timeout_s=start_timeout_s)
   cluster = _of(found, start_timeout_s, heartbeat_timeout_s)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -60,6 +62,37 @@ class WorkerCluster(Cluster):
         f"{remedy or 'model_dir must be on a file system that all workers share.'}"
       )
 
+  def require_alike(self, facts: Mapping[str, str], *, timeout_s: float) -> None:
+    """Checks that all workers have the same facts, by TensorFlow's coordination service (host).
+
+    Every worker must call it; it needs no collective, as devices are among the facts.
+
+    Raises:
+      ConfigError: they differ; the same line on all workers.
+      ClusterError: a worker has not told its own within `timeout_s`; nothing else notices it there.
+    """
+    if self.size == 1:
+      return
+    call, own = next(_calls), json.dumps(facts, sort_keys=True)
+    exchange = _Exchange(f"loopwright/{call}", timeout_s)
+    exchange.put(f"facts/{self.index}", own)
+    exchange.put(f"digest/{self.index}", hashlib.sha256(own.encode()).hexdigest())
+    digests = []
+    for index, peer in enumerate(self.peers):
+      try:
+        digests.append(exchange.get(f"digest/{index}"))
+      except tf.errors.DeadlineExceededError as error:
+        line = f"lost {peer}, which stopped answering, before the first step"
+        raise ClusterError(line) from error
+    other = next((i for i, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+      first, second = (json.loads(exchange.get(f"facts/{index}")) for index in (0, other))
+      self.leave()  # the chief has the facts
+      raise ConfigError(
+        f"{self.peers[other]} differs from {self.peers[0]} in its {_difference(first, second)}; "
+        "start all workers with the same command."
+      )
+
   def leave(self) -> None:
     """See `Cluster.leave`.
 
@@ -74,12 +107,12 @@ class WorkerCluster(Cluster):
     left.join(_LEAVE_S)
 
   def _leave(self, call: int) -> None:
-    runtime = context.context()
+    exchange = _Exchange(f"loopwright/{call}", _LEAVE_S)
     with contextlib.suppress(tf.errors.OpError):  # gone already, or not coming
       # The chief may read this and exit before its answer to this call arrives.
-      runtime.set_config_key_value(f"loopwright/{call}/{self.index}", "left")
+      exchange.put(str(self.index), "left")
       for index in range(self.size):
-        runtime.get_config_key_value(f"loopwright/{call}/{index}", timeout_in_ms=1000 * _LEAVE_S)
+        exchange.get(str(index))
 
   @contextlib.contextmanager
   def blaming(self, step: Callable[[], int]) -> Iterator[None]:
@@ -98,6 +131,14 @@ class WorkerCluster(Cluster):
   def named(self, message: str) -> list[Peer]:
     """Returns the other workers that an error of TensorFlow names."""
     return [peer for peer in self._others if re.search(rf"{peer.device}\b", message)]
+
+  def not_connected(self, message: str) -> str:
+    """Returns which workers did not connect, from TensorFlow's error about its time limit."""
+    names = message.partition("timed out task names:")[2].partition("\n\n")[0]
+    missing, joint = self.named(names), ", "
+    if not missing:  # the chief, which has the service, or nobody knows
+      missing, joint = (self._others, " or ") if self.is_chief else ([self.peers[0]], ", ")
+    return f"{joint.join(map(str, missing))} did not connect"
 
   def _lost(self, message: str) -> str:
     stopped = "unhealthy" in message or "Heartbeat" in message
@@ -124,8 +165,43 @@ class _Asking:
     return flags > 0
 
 
+class _Exchange(NamedTuple):
+  """Texts that all workers read, in TensorFlow's coordination service, below a name."""
+
+  name: str
+  timeout_s: float
+
+  def put(self, key: str, text: str) -> None:
+    context.context().set_config_key_value(f"{self.name}/{key}", text)
+
+  def get(self, key: str) -> str:
+    """Waits for it."""
+    limit_ms = int(1000 * self.timeout_s)
+    found: str = context.context().get_config_key_value(
+      f"{self.name}/{key}", timeout_in_ms=limit_ms
+    )
+    return found
+
+
+def _difference(first: Mapping[str, str], second: Mapping[str, str]) -> str:
+  """Returns the first fact that differs, with the value of both, and the number of others."""
+  names = [name for name in sorted({**first, **second}) if first.get(name) != second.get(name)]
+  here, there = (_short(facts.get(names[0], "missing")) for facts in (first, second))
+  more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+  return f"{names[0]}, {there} and not {here}{more}"
+
+
+def _short(value: str) -> str:
+  """Returns the value, or the beginning and a digest of a long one."""
+  if len(value) <= _MOST_OF_A_VALUE:
+    return value
+  digest = hashlib.sha256(value.encode()).hexdigest()[:12]
+  return f"{value[:_MOST_OF_A_VALUE]}... (digest {digest})"
+
+
 _FLAG = 2**40
 _LEAVE_S = 10
+_MOST_OF_A_VALUE = 200
 _calls = itertools.count()
 _PEER_LOST = (
   tf.errors.AbortedError,

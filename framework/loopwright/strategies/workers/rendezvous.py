@@ -1,8 +1,7 @@
-"""Connects the processes of a synchronous cluster after checking that they agree.
+"""What workers must have in common, and how TensorFlow connects them: within a time limit.
 
-TensorFlow connects processes without a time limit and does not compare what they run. So the
-workers first meet (meeting.py) over plain TCP, on the addresses that training uses later, and
-compare facts: versions, code, config, devices. docs/multi-process.md lists what they say.
+Its coordination service connects them and notices who stops answering. It does not compare what
+they run: `facts` are what `WorkerCluster.require_alike` compares once they are connected.
 """
 
 from __future__ import annotations
@@ -12,8 +11,10 @@ import contextlib
 import faulthandler
 import hashlib
 import importlib.metadata
+import os
 import platform
 import re
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,11 +26,11 @@ from tensorflow.python.eager import context
 
 from loopwright.distribution.cluster import ClusterError, declared
 from loopwright.errors import ConfigError, is_the_users
-from loopwright.strategies.workers import meeting, proxies, wire
-from loopwright.strategies.workers.identity import ClusterResolver, workers
+from loopwright.strategies.workers.identity import ClusterResolver
 
 _PACKAGES = ("tensorflow", "keras", "tf_keras", "numpy")
 _INSTALLED = {"site-packages", "dist-packages"}
+_PROBE_S, _RETRY_S = 1.0, 0.2
 
 
 def facts() -> dict[str, str]:
@@ -72,19 +73,6 @@ def _digest(files: Sequence[Path]) -> str:
   return content.hexdigest()[:12]
 
 
-def preflight(resolver: ClusterResolver, *, timeout_s: float) -> None:
-  """Connects to the other workers and compares facts, before TensorFlow connects them (host).
-
-  Raises:
-    ClusterError: a worker does not connect or does not answer, or this worker's port is in use.
-    ConfigError: the facts or the cluster's secrets differ.
-  """
-  peers, index = workers(resolver)
-  proxies.avoid(peer.address for peer in peers)
-  if len(peers) > 1:
-    meeting.meet(peers, index, facts(), secret=wire.secret(), timeout_s=timeout_s)
-
-
 # ---- Waiting for an address ----
 
 
@@ -94,10 +82,15 @@ def answers(address: str, *, deadline: float = 0.0) -> bool:
   Args:
     deadline: on the clock of `time.monotonic`; until then the call retries. It tries at least once.
   """
-  connection = wire.connected(address, deadline=deadline)
-  if connection is not None:
-    connection.close()
-  return connection is not None
+  host, _, port = address.rpartition(":")
+  while True:
+    with contextlib.suppress(OSError):
+      socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+      return True
+    left = deadline - time.monotonic()
+    if left <= 0:
+      return False
+    time.sleep(min(_RETRY_S, left))
 
 
 def require_answer(address: str, *, timeout_s: float) -> None:
@@ -116,17 +109,25 @@ def require_answer(address: str, *, timeout_s: float) -> None:
 # ---- TensorFlow's runtime ----
 
 
+def avoid_proxies() -> None:
+  """Keeps TensorFlow's gRPC from the proxies of `http_proxy`, behind which it waits in silence."""
+  os.environ.setdefault("grpc_proxy", "")
+
+
 def configure_runtime(
   resolver: ClusterResolver, *, heartbeat_timeout_s: float, start_timeout_s: float
 ) -> None:
   """Sets TensorFlow's time limits for a peer that does not answer; call before making the strategy.
 
   TensorFlow's own default is no limit. The coordination service is the one that
-  MultiWorkerMirroredStrategy would configure.
+  MultiWorkerMirroredStrategy would configure, but for the barrier: without it nothing ends the wait
+  for a worker that does not come.
   """
+  avoid_proxies()
   spec = resolver.cluster_spec()
   jobs = [job for job in ("chief", "worker") if job in spec.jobs]
-  context.context().configure_coordination_service(
+  runtime = context.context()
+  runtime.configure_coordination_service(
     service_type="standalone",
     service_leader=f"/job:{jobs[0]}/replica:0/task:0",
     cluster_register_timeout_in_ms=int(1000 * start_timeout_s),
@@ -137,6 +138,7 @@ def configure_runtime(
       for job in jobs
     ],
   )
+  runtime.coordination_service.cluster_register_with_barrier = True
 
 
 @contextlib.contextmanager

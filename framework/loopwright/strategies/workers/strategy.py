@@ -15,10 +15,11 @@ from loopwright.errors import ConfigError, require_positive, unknown
 from loopwright.host import signals
 from loopwright.models.task_state import Replicas
 from loopwright.strategies.workers import rendezvous, resolvers
-from loopwright.strategies.workers.identity import WorkerCluster, workers
+from loopwright.strategies.workers.identity import ClusterResolver, WorkerCluster, workers
 
 Communication = Literal["auto", "ring", "nccl"]
-_GRACE_S = 10.0
+_GRACE_S = 60.0
+"""TensorFlow ends a wait for a chief that does not come some seconds after the limit."""
 
 
 @register(tf.distribute.MultiWorkerMirroredStrategy)
@@ -70,7 +71,7 @@ def multi_worker_mirrored(
 ) -> tf.distribute.Strategy:
   """One process per worker, one replica per GPU (or the CPU); sums gradients over all workers.
 
-  The processes compare versions, code and config before TensorFlow connects them.
+  Once TensorFlow has connected the processes, they compare versions, code and config.
 
   Args:
     resolver: the source of the addresses: @tf_config, @slurm, or your own
@@ -94,37 +95,53 @@ def multi_worker_mirrored(
   for name, seconds in (("start", start_timeout_s), ("heartbeat", heartbeat_timeout_s)):
     require_positive(f"multi_worker_mirrored.{name}_timeout_s", seconds, unit="seconds")
   found = resolver()
-  rendezvous.preflight(found, timeout_s=start_timeout_s)
+  peers, index = workers(found)
   rendezvous.configure_runtime(
     found, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
   )
   if communication == "auto":
     communication, reason = _automatic_communication()
     logging.info("communication of workers auto: %s, %s", communication, reason)
-  peers, index = workers(found)
   cluster = WorkerCluster(strategy=tf.distribute.get_strategy(), index=index, peers=tuple(peers))
   kinds = tf.distribute.experimental.CommunicationImplementation
   options = tf.distribute.experimental.CommunicationOptions(
     implementation=kinds[communication.upper()]
   )
-  # TensorFlow's own limit is start_timeout_s, and its error names the worker.
-  ends = rendezvous.ending_after(start_timeout_s + _GRACE_S)
+  facts = {"cluster": ", ".join(map(str, peers)), **rendezvous.facts()}
+  made = _connected(found, options, cluster, start_timeout_s)
+  with cluster.blaming(lambda: 0):
+    cluster.require_alike(facts, timeout_s=heartbeat_timeout_s)
+  return made
+
+
+def _connected(
+  resolver: ClusterResolver,
+  options: tf.distribute.experimental.CommunicationOptions,
+  cluster: WorkerCluster,
+  timeout_s: float,
+) -> tf.distribute.Strategy:
+  """Returns the strategy, once TensorFlow has connected the workers; its errors become one line."""
+  ends = rendezvous.ending_after(timeout_s + _GRACE_S)
   # Threads that TensorFlow starts here leave SIGTERM to this one.
   with signals.kept(), cluster.blaming(lambda: 0), ends:
     try:
-      return tf.distribute.MultiWorkerMirroredStrategy(found, options)
+      return tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
     except tf.errors.DeadlineExceededError as error:
-      if cluster.named(str(error)):
-        raise  # one of them is lost
+      if "unhealthy" in str(error):
+        raise  # a worker that had connected is lost
+      line = f"{cluster.not_connected(str(error))} within {timeout_s:g} s"
+      raise ClusterError(line) from error
+    except tf.errors.UnknownError as error:
+      if "Could not start gRPC server" not in str(error):
+        raise
       raise ClusterError(
-        f"TensorFlow did not connect {peers[index]} with the other workers within "
-        f"{start_timeout_s:g} s, although they answer: look for a proxy in the environment, or a "
-        "firewall, between them"
+        f"cannot listen on {cluster.peers[cluster.index].address}, this worker's own address: "
+        "another process uses the port"
       ) from error
 
 
 def _automatic_communication() -> tuple[Literal["ring", "nccl"], str]:
   """TensorFlow's own AUTO uses the ring, through the host, between GPUs too."""
   if gpus := tf.config.get_visible_devices("GPU"):
-    return "nccl", f"each worker has {len(gpus)} GPU(s)"  # `preflight` compares devices
+    return "nccl", f"each worker has {len(gpus)} GPU(s)"  # workers compare devices
   return "ring", "no worker has a GPU that TensorFlow sees"

@@ -15,9 +15,8 @@ from typing import NamedTuple, Protocol
 
 from loopwright.errors import ConfigError, Preempted, UsageError
 from loopwright.host import nvidia, signals
-from loopwright.host.children import PROGRAM
+from loopwright.host.children import PROGRAM, with_parent
 from loopwright.run_folder import folders
-from loopwright.tools.local_process import with_parent
 from loopwright.tools.sweep import space
 
 OUTPUT = "output.txt"
