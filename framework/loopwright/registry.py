@@ -84,6 +84,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.tools.report": "report=run",
     "loopwright.tools.runs.diff": "diff=run",
     "loopwright.tools.goodput": "goodput=run",
+    "loopwright.tools.predict": "predict=run",
     "loopwright.commands.new": "new=run",
   },
   "part": {
@@ -122,7 +123,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
   },
   "tool": {
     "loopwright.tools.exports.export": "export",
-    "loopwright.tools.exports.weights": "export_weights",
+    "loopwright.tools.exports.one_file": "export_file",
     "loopwright.tools.forensics.examine": "examine",
     "loopwright.tools.ledger.recorder": "Recorder",
     "loopwright.tools.tune": "tune",

@@ -115,6 +115,11 @@ COMMANDS: Mapping[str, Command] = {
     "Compares two runs: bindings, data, versions, results.", "RUN RUN", example="diff runs/a runs/b"
   ),
   "goodput": Command("Tells where the wall time of a run went.", "RUN", example="goodput runs/a"),
+  "predict": Command(
+    "Writes what the model of a run computes for each example.",
+    "RUN",
+    example="predict runs/digits_cnn --output=digits.npz",
+  ),
   "new": Command("Makes a project: a task, its config, a test.", "NAME", example="new waves"),
 }
 
@@ -317,8 +322,9 @@ def _define_run_flags(parser: Parser, modes: Sequence[str]) -> None:
     parser.switch("changed", told)
     parser.switch("time", "Print each group's share of the time.")
   if "format" in takes:
-    told = "For --mode=export: safetensors writes <model_dir>/model.safetensors, weights alone."
-    parser.choice("format", "savedmodel", ["savedmodel", "safetensors"], told)
+    told = "For --mode=export: others than savedmodel write <model_dir>/model.<ending>."
+    formats = ["savedmodel", "safetensors", "keras", "onnx", "litert"]
+    parser.choice("format", "savedmodel", formats, told)
   if "accept_changes" in takes:
     told = "Go on with a config or data that the run has not had so far."
     parser.switch("accept_changes", told)

@@ -25,8 +25,8 @@ def run(parsed: Parsed) -> int:
     show = functools.partial(print, flush=True)
     registry.load("tool", "tune")(values.gin_file, values.gin_param, model_dir=model_dir, show=show)
     return 0
-  if values.mode == "export" and values.format == "safetensors":
-    print(registry.load("tool", "export_weights")(model_dir))
+  if values.mode == "export" and values.format != "savedmodel":
+    print(registry.load("tool", "export_file")(model_dir, values.format))
     return 0
   from loopwright import configurables
   from loopwright.errors import Failed, Preempted, first_line

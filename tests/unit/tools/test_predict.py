@@ -45,7 +45,6 @@ def trained(tmp_path_factory):
   bindings = ("run.task = @TwoHeads()", "run.global_batch_size = 4", "run.train_steps = 3")
   configurables.parse([], bindings)
   configurables.configured(runner.run)(mode="train", model_dir=str(folder))
-  configurables.parse([])
   reader = tf.train.load_checkpoint(str(folder / "checkpoints" / "ckpt-3"))
   keys = [key for key in reader.get_variable_to_shape_map() if key.startswith("model/")]
   return folder, *(
