@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 import tensorflow as tf
-from absl import logging
 
 from loopwright.distribution import placement
 from loopwright.engine import step_record
 from loopwright.engine.eval_step import EvalStep
-from loopwright.engine.host_changes import Watch
 from loopwright.engine.step_record import Sums
 from loopwright.errors import ConfigError
 from loopwright.graphs import grappler, operations, randomness
@@ -27,6 +25,7 @@ from loopwright.inputs import datasets
 from loopwright.metrics import PerExample
 from loopwright.metrics.rows import CollectedRows
 from loopwright.metrics.sums import MetricSums, PackedSums
+from loopwright.models import models, task_state
 from loopwright.models.orbit import AbstractEvaluator
 from loopwright.options.declaration import Instead
 from loopwright.task import Task, derived_metrics
@@ -126,15 +125,12 @@ class Evaluator(AbstractEvaluator):
     super().__init__()
     self.task, self.strategy, self.eager, self._ema = task, strategy, eager, ema
     self._global_step, self._make_step = global_step, step
-    self._changed: set[int] = set()  # handles
-    self._held: dict[int, tuple[Any, Any]] = {}  # of a table its keys and values
-    self._told = False
+    self._assigned: set[int] = set()  # handles
     self.placement = placement.of(strategy)
     self.sources: Mapping[str, AnySource] = {}
     self.weightless: set[str] = set()
     self.between_batches: Callable[[str, int, int | None], None] = lambda *_: None
     self._given = dataset if isinstance(dataset, Mapping) else {"": dataset}
-    self._watch = Watch()
     self._prepare(self._given)
 
   @timed("evaluation")
@@ -146,15 +142,14 @@ class Evaluator(AbstractEvaluator):
       several sets, the names are "<set>/<metric>".
 
     Raises:
-      ConfigError: a set has no examples, or all have weight 0.
+      ConfigError: a set has no examples, or all have weight 0; or the step assigns what training
+        uses, other than the states of recurrent layers.
     """
-    if changes := self._watch.changes(self.task):
-      logging.warning("%s: the evaluation is traced again", "; ".join(changes))
-      self._watch = Watch()
-      self._prepare(self._given)
+    self._require_unassigned()
     results: dict[str, float] = {}
     self.weightless.clear()
-    with self._changing_nothing(), self._ema.in_place() if self._ema else contextlib.nullcontext():
+    averages = self._ema.in_place() if self._ema else contextlib.nullcontext()
+    with task_state.given_back(models.recurrent_states(self.task.model)), averages:
       for one in self._sets:
         prefix = f"{one.name}/" if one.name else ""
         found = self._evaluate(one, int(num_steps))
@@ -162,38 +157,20 @@ class Evaluator(AbstractEvaluator):
         self.weightless |= {f"{prefix}{name}" for name in self._metrics.weightless if prefix}
     return results
 
-  @contextlib.contextmanager
-  def _changing_nothing(self) -> Iterator[None]:
-    """What training uses gets its value back: it must not depend on how often a run evaluates."""
-    self._held = {}
-    self._hold(())
-    try:
-      yield
-    finally:
-      for kept, value in self._held.values():
-        if isinstance(value, tuple):
-          kept.remove(kept.export()[0])
-          kept.insert(*value)
-        else:
-          kept.assign(value)
+  def trace_again(self) -> None:
+    """Has the next `evaluate` trace the step again, with what Python has by now (host)."""
+    self._prepare(self._given)
 
-  def _hold(self, changed: Iterable[int]) -> None:
-    """Reads what training uses among handles that a trace changes, before that runs."""
-    self._changed |= set(changed)
+  def _require_unassigned(self) -> None:
+    """Raises a ConfigError if an evaluation assigns what training uses."""
     state = self.task.loop_state
     used = state.used if state else {}
-    for handle in (self._changed & used.keys()) - self._held.keys():
-      with tf.init_scope():
-        kept: Any = used[handle]
-        table = hasattr(kept, "export")
-        self._held[handle] = kept, kept.export() if table else tf.identity(kept.read_value())
-      if not self._told:
-        logging.warning(
-          "evaluation changes %r, which training uses: it gets its value back after each "
-          "evaluation; assign only if `training` is True",
-          (kept.name or type(kept).__name__).partition(":")[0],
-        )
-      self._told = True
+    for handle in self._assigned & used.keys():
+      name = (getattr(used[handle], "name", "") or type(used[handle]).__name__).partition(":")[0]
+      raise ConfigError(
+        f"evaluation assigns {name!r}, which training uses, so training would depend on how often "
+        "it is evaluated; assign it only if `training` is True, and pass `training` to the layers."
+      )
 
   def metric_names(self) -> set[str] | None:
     """Returns the names of the logged means, from the trace that `evaluate` uses (host).
@@ -333,11 +310,12 @@ class Evaluator(AbstractEvaluator):
     return self._of_first(self._traced(self.replica_step, batch))
 
   def _traced(self, step: Callable[[Batch], Any], batch: Mapping[str, PerReplica]) -> Any:
-    """Runs a function on each replica; notices what its trace reads and changes (cross-replica)."""
-    with self._watch.trace(self.task):
-      outcome = self.strategy.run(step, args=(self.placement.per_replica(batch),))
+    """Runs a function on each replica; notices what its trace assigns (cross-replica)."""
+    outcome = self.strategy.run(step, args=(self.placement.per_replica(batch),))
     if graph := randomness.current_graph():
-      self._hold(handle for handle, changes in operations.resources(graph).items() if changes)
+      self._assigned |= operations.assigned(graph)
+      self._assigned -= task_state.by_handle(models.recurrent_states(self.task.model)).keys()
+      self._require_unassigned()
     return outcome
 
   def _of_first(self, rows: Mapping[str, PerReplica]) -> dict[str, PerExample]:

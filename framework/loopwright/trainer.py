@@ -274,8 +274,8 @@ class Trainer(AbstractTrainer):
       observer.batch_taken(batch, self.global_step.read_value())
 
     def rest() -> tf.Tensor:
-      with self._watch.trace(self.task):
-        outcome = self.strategy.run(self.replica_step, args=(batch, input_wait_s, step))
+      outcome = self.strategy.run(self.replica_step, args=(batch, input_wait_s, step))
+      self._watch.traced(self.task)
       first = self.strategy.experimental_local_results
       return self.finish_step(*(first(flag)[0] for flag in outcome))
 
@@ -324,7 +324,7 @@ class Trainer(AbstractTrainer):
     """Returns name -> object: all state that an exact restart needs (host)."""
     untracked = models.untracked(self.task.model)
     more = {"untracked": untracked} if untracked else {}
-    own = {"model": self.task.model, "task": self.state}
+    own = {"model": self.task.model, "state": self.state}
     return {**own, **self.parts.saved(), **vars(self.counters), **more}
 
   def state_metrics(self) -> dict[str, float]:

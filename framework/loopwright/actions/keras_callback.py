@@ -27,6 +27,7 @@ _INSTEAD: Mapping[str, str] = {
   "TerminateOnNaN": "lw.StopOnNonFinite()",
 }
 """Callbacks of Keras that need `fit`, and what a run has for them."""
+_PLAIN = (bool, int, float, str)
 _HONOURED = {
   *("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end"),
   *("on_train_batch_end", "on_batch_end", "on_test_end"),
@@ -38,9 +39,10 @@ class KerasCallback(Action):
 
   `on_epoch_end` gets the values of the last loop, and those of the evaluation as "val_<name>";
   `on_train_batch_end` the number of the last step and the loop's means. `self.model` is the task's
-  model, with the optimizer as `optimizer`; `self.model.stop_training = True` ends training. The
-  callback's attributes that are numbers, texts, lists or dicts of them survive a restart, but for
-  those that are named as an argument of its class: these are its options.
+  model, with the optimizer as `optimizer`; `self.model.stop_training = True` ends training. A
+  number or text of the model that it sets counts from the next loop on, which is traced again for
+  it, and after a restart. The callback's attributes that are numbers, texts, lists or dicts of them
+  survive a restart, except those that are named as an argument of its class: these are its options.
   """
 
   on = "both"
@@ -71,6 +73,7 @@ class KerasCallback(Action):
     self.callback, self.epoch = callback, 0
     self._last: dict[str, Any] = {}
     self._restored: dict[str, Any] = {}
+    self._of_model: dict[str, Any] = {}
 
   def bind(self, run: Run) -> None:
     """Gives the callback the model and its parameters."""
@@ -84,7 +87,10 @@ class KerasCallback(Action):
     """Begins training, and the epoch that is not over."""
     self.callback.on_train_begin()
     vars(self.callback).update(self._restored)
+    for name, value in self._of_model.items():
+      setattr(self._model, name, value)
     self.callback.on_epoch_begin(self.epoch)
+    self._trace_again()
 
   def __call__(self, output: Output) -> None:
     """Calls the hooks of a loop or an evaluation; raises StopTraining if the callback stops it."""
@@ -101,6 +107,15 @@ class KerasCallback(Action):
       raise StopTraining(f"{type(self.callback).__name__} stopped it", output)
     if self.run.split == "eval":
       self.callback.on_epoch_begin(self.epoch)
+    self._trace_again()
+
+  def _trace_again(self) -> None:
+    """Has loop and evaluation traced again if the callback has set what they may have read."""
+    if self._model.is_changed and self.run.trainer is not None:
+      self.run.trainer.use()
+    if self._model.is_changed and self.run.evaluator is not None:
+      self.run.evaluator.trace_again()
+    self._model.is_changed = False
 
   def end(self) -> None:
     """Ends training."""
@@ -110,22 +125,31 @@ class KerasCallback(Action):
     """Returns the number of the epoch and what of the callback JSON can hold."""
     options = inspect.signature(type(self.callback)).parameters
     own = {name: value for name, value in vars(self.callback).items() if name not in options}
-    return {"epoch": self.epoch, "last": self._last, "callback": _plain(own)}
+    state = {"epoch": self.epoch, "last": self._last, "callback": _plain(own)}
+    return {**state, "model": self._model.numbers}
 
   def restore(self, state: Mapping[str, Any]) -> None:
     """Takes over what `state` returned; the callback gets it after its `on_train_begin`."""
     self.epoch, self._last = state["epoch"], state["last"]
-    self._restored = state["callback"]
+    self._restored, self._of_model = state["callback"], state.get("model", {})
 
 
 class _Model:
-  """The task's model as a callback sees it: what it sets on the model stays here."""
+  """The task's model as a callback sees it: what it sets is set on the model.
+
+  Attributes:
+    optimizer: if there is one alone.
+    stop_training: whether the callback ends training.
+    numbers: what it has set that is a number or a text, and that the model had before.
+    is_changed: whether that is so since the last trace, which may have read it.
+  """
 
   def __init__(self, model: Any, updated: Mapping[str, Optimizer]) -> None:
-    self._of, self.stop_training = model, False
+    own = {"_of": model, "stop_training": False, "numbers": {}, "is_changed": False}
     if len(updated) == 1:
       [one] = updated.values()
-      self.optimizer = one.optimizer
+      own["optimizer"] = one.optimizer
+    vars(self).update(own)
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._of, name)
@@ -136,7 +160,14 @@ class _Model:
         "a callback set self.model.optimizer, which the compiled loop does not follow; change the "
         "optimizer that is there, such as its learning_rate, or set run.optimizer."
       )
-    super().__setattr__(name, value)
+    if name in vars(self) or isinstance(self._of, (Mapping, list, tuple)):
+      super().__setattr__(name, value)
+      return
+    before = getattr(self._of, name, None)
+    setattr(self._of, name, value)
+    if isinstance(before, _PLAIN) and isinstance(value, _PLAIN):
+      self.numbers[name] = value
+      self.is_changed |= name != "trainable" and before != value
 
 
 def _defined(callback: keras.callbacks.Callback) -> set[str]:

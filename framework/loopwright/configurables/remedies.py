@@ -141,8 +141,8 @@ def unreadable_line(where: str, read: str, message: str) -> ConfigError:
     return ConfigError(
       f"{where}: cannot read {told!r}, a secret; write it in quotes, or write 'env:NAME'."
     )
-  token = re.search(r"Failed to parse token '(.*)'", message)
-  if token:
+  path = re.fullmatch(r"[^=]*=\s*([^\s'\"#@%,(){}\[\]]*/[^\s'\"#@%,(){}\[\]]*)", read)
+  if token := path or re.search(r"Failed to parse token '(.*)'", message):
     return ConfigError(f"{where}: {shown(token[1])} is not a value.{_value_hint(token[1], read)}")
   reason = " ".join(message.split()).rstrip(".")
   return ConfigError(f"{where}: cannot read {shown(read)}: {reason[:1].lower()}{reason[1:]}.")
@@ -157,6 +157,8 @@ def _value_hint(token: str, line: str) -> str:
     annotation = table.parameters(table.find(name))[parameter].annotation
     if {*_members(annotation)} <= {int, float, bool, type(None)}:
       return f" It must be {spelled(annotation)}."
+  if "/" in token:
+    return f" Quote a path ('{token}')."
   if not token.isidentifier():
     return ""
   return f" Quote a string ('{token}'); write @{token} for a configurable, %{token} for a macro."

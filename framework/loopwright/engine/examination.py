@@ -11,7 +11,7 @@ from absl import logging
 from loopwright import registry
 from loopwright.graphs import xla
 from loopwright.models import models, replica_state
-from loopwright.models.task_state import reachable
+from loopwright.models.reachable import reachable
 from loopwright.optimizers.loss_scale import LossScale, dynamic
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ def compare(trainer: Trainer, graph: tf.Graph | None, *, wait: InputWait) -> Non
   for one in trainer.parts.optimizers.values():
     slots = [*one.optimizer.variables, *one.fusion.variables]
     saved, equal = [*saved, *slots], [*equal, *slots, *one.variables]
-  saved += [place.variable for place in (*reachable(trainer.metrics), *reachable(wait))]
+  for own in (trainer.metrics, wait):
+    saved += [place.variable for place in reachable(own, by_code=False)]
   trainer.state.examine(graph, saved=saved, equal=equal, transient=trainer.parts.observers)
 
 

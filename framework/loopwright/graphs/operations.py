@@ -108,3 +108,17 @@ def resources(graph: Any) -> dict[int, bool]:
         changed[operation.name] = {id(each) for each in written}
     found[id(outer)] = any(id(inner) in changed[each.name] for each in inner.consumers())
   return found
+
+
+def fills_a_table(graph: tf.Graph) -> bool:
+  """Whether a traced function changes a table; for `resources`, a lookup is a change too."""
+  kinds = {operation.type for operation in operations(graph)}
+  return bool(kinds & {"LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2"})
+
+
+def assigned(graph: tf.Graph) -> set[int]:
+  """Returns the ids of the variables' handles, and of tables, that a traced function may change."""
+  captures = {id(outer): repr(outer) for outer, _ in graph.captures if outer.dtype == tf.resource}
+  fills = fills_a_table(graph)
+  changed = {handle for handle, changes in resources(graph).items() if changes}
+  return {handle for handle in changed if fills or "::lookup::" not in captures[handle]}

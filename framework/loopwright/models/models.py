@@ -46,6 +46,20 @@ def layers(model: Model) -> Iterator[Layer]:
     yield from part._flatten_layers() if is_keras(part) else ()
 
 
+def frozen_by_lora(layer: Layer) -> list[Variable]:
+  """Returns the weights of a layer of Keras 3 to which LoRA adds a product; [] without LoRA."""
+  if not getattr(layer, "lora_enabled", False):
+    return []
+  added = {each.name.split("_")[1] for each in layer.weights if each.name.startswith("lora_")}
+  return [each for each in layer.weights if each.name in added]
+
+
+def recurrent_states(model: Model) -> list[Variable]:
+  """Returns the states that recurrent layers keep from batch to batch."""
+  kept = [getattr(each, "states", ()) for each in layers(model) if getattr(each, "stateful", 0)]
+  return [state for state in tf.nest.flatten(kept) if is_variable(state)]
+
+
 def compute_dtypes(model: Model) -> set[str]:
   """Returns those of a model's layers, or else of the global policy, and of what it trains."""
   policy = keras.config.dtype_policy().compute_dtype

@@ -2,57 +2,42 @@
 
 A list such as Keras's `.variables` has what its author thought of. A traced loop captures whatever
 it reads and assigns: a counter of the task, a number that an optimizer trains, the states of a
-recurrent layer. What it assigns and nothing else saves, a checkpoint has as "task/<place>".
+recurrent layer. What it assigns and nothing else saves, a checkpoint has as "state/<place>"; what
+such a checkpoint is restored into finds it by following the place, without a trace. What has no
+place is refused before the first step, and a value that nothing takes when it is restored.
 """
 
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 from absl import logging
-from tensorflow.python.trackable import base, trackable_utils
+from tensorflow.python.trackable import base
 
 from loopwright.errors import ConfigError
 from loopwright.graphs import operations
 from loopwright.graphs.aliases import Variable
 from loopwright.models import models
+from loopwright.models.reachable import TABLES, Hidden, Place, follow, named_before, reachable
 
 _COPIES = "COPIES"
-_MOST = 10_000
-"""Of the elements of a list or dict, those in which variables are looked for."""
-_OPAQUE = (
-  type, types.ModuleType, types.FunctionType, tf.Tensor, tf.Graph, tf.data.Dataset,
-  tf.types.experimental.PolymorphicFunction, tf.distribute.Strategy,
-)  # fmt: skip
-_TABLES = (tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable)
+_WORDS = {"Var": "a variable", "Look": "a table", "Queue": "a queue"}
+_STATE = re.compile(r'name="(?!\d+", .*::Lookup).*type="tensorflow::(?:lookup::)?(Var|Look|Queue)')
+"""The text of a resource that can be changed; a table whose name is a number is constant."""
 
 
-class Place(NamedTuple):
-  """Where an object has a variable, or a table that can be changed.
-
-  Attributes:
-    name: the attributes and indices that lead to it, such as "memory.keys.0".
-    holder: whose attribute or element it is.
-    bare: whether only attributes of the object, lists and dicts lead to it.
-  """
-
-  name: str
-  variable: Any
-  holder: Any
-  bare: bool
-
-
-class TaskState(tf.__internal__.tracking.TrackableDataStructure):  # which may be empty
+class TaskState(tf.__internal__.tracking.TrackableDataStructure, Hidden):  # which may be empty
   """What a checkpoint has of a task beside its model: nothing of most.
 
   Attributes:
     used: id of a handle -> the variable, of one replica, that the training loop reads or assigns.
     kept: name of a place -> what is saved of it.
+    untaken: name of a place, in the restored checkpoint -> why this task does not take its value.
     untrained: the names of places whose variables look like weights that no optimizer has.
   """
 
@@ -62,8 +47,11 @@ class TaskState(tf.__internal__.tracking.TrackableDataStructure):  # which may b
     self._task, self._replicas = task, replicas
     self.used: dict[int, Variable] = {}
     self.kept: dict[str, Any] = {}
+    self.untaken: dict[str, str] = {}
     self.untrained: list[str] = []
-    self._shown: Collection[str] | None = None  # while a checkpoint is restored, what it has
+    self._ambiguous: set[str] = set()  # names of earlier versions, in the restored checkpoint
+    self._names: dict[int, str] = {}  # id of a variable -> its name in the restored checkpoint
+    self._shown: Mapping[str, Any] | None = None  # while one is restored, what is taken of it
     self._restored: Collection[str] | None = None
 
   def examine(
@@ -81,6 +69,9 @@ class TaskState(tf.__internal__.tracking.TrackableDataStructure):  # which may b
       saved: what checkpoints have anyway.
       equal: what is the same on all replicas when a checkpoint is written.
       transient: objects whose variables begin again in each loop.
+
+    Raises:
+      ConfigError: the loop assigns what has no place that the next process would find.
     """
     changes = {} if graph is None else operations.resources(graph)
     raws = {id(raw): raw for raw in map(models.raw, saved)}
@@ -98,40 +89,81 @@ class TaskState(tf.__internal__.tracking.TrackableDataStructure):  # which may b
       return bool(read) and id(raw) not in own and _is_weight(raw)  # TensorFlow alone sees it
 
     odd = {key for key, raw in raws.items() if is_odd(raw)}
-    for place in self._places(graph, changes.keys() - known.keys(), known, transient, odd):
+    left = changes.keys() - known.keys()
+    for place in reachable(self._task) if left or odd or graph is None else ():
       raw, copies = models.raw(place.variable), by_handle([place.variable])
+      whole_task = graph is None and not place.of_network and not known.keys() & copies.keys()
+      if not (whole_task or left & copies.keys() or id(raw) in odd):
+        continue
+      left -= copies.keys()
       self.used |= {handle: copies[handle] for handle in copies if handle in changes}
       if is_changed(raw):
         whole = id(raw) in alike or (graph is None and copies_of(raw) == [raw])
         self._keep(place, equal=whole, optional=id(raw) in odd)
       elif self._was_meant_to_be_trained(place) and place.name not in self.untrained:
         self.untrained.append(place.name)
+    for holder in transient if left else ():
+      left -= by_handle(place.variable for place in reachable(holder, by_code=False)).keys()
+    _require_places(graph, {handle for handle in left if changes[handle]})
 
   @contextlib.contextmanager
-  def fitted(self, keys: Iterable[str], root: tf.train.Checkpoint) -> Iterator[None]:
+  def fitted(
+    self, keys: Iterable[str], root: tf.train.Checkpoint, *, before: bool = False
+  ) -> Iterator[None]:
     """Inside `with`, it has what a checkpoint has of it (host).
 
     Args:
       keys: of the checkpoint, below that of this object.
       root: what is restored, with this object.
+      before: whether an earlier version has named the places.
     """
     layout = dict(key.split("/.ATTRIBUTES/", 1) for key in keys)
+    self._shown, self._names, self.untaken, self._ambiguous = {}, {}, {}, set()
     known = {id(each) for each in tf.train.TrackableView(root).descendants()} if layout else set()
-    for place in reachable(self._task) if layout else ():
-      name = trackable_utils.escape_local_name(place.name)
-      if name in layout and not known & {id(place.variable), id(models.raw(place.variable))}:
-        self._keep(place, equal=layout[name] != _COPIES)
-    self._shown = self._restored = layout.keys()
+    named = named_before(self._task) if before and layout else {}
+    for key, attribute in layout.items():
+      name = re.sub(r"\.(.)", lambda sign: "/" if sign[1] == "S" else sign[1], key)
+      found = named.get(name, []) if before else self._followed(name)
+      if len(found) != 1:
+        self.untaken[name] = _why_not(found)
+        self._ambiguous |= {name} if found else set()
+      elif not known & {id(found[0].variable), id(models.raw(found[0].variable))}:
+        if not before:
+          self._names[id(models.raw(found[0].variable))] = name
+        self._shown[name] = self._keep(found[0], equal=attribute != _COPIES)
+    self._restored = {*self._shown, *self.untaken}
     try:
       yield
     finally:
       self._shown = None
 
+  def require_taken(self, path: str, *, accept: bool = False, trains: bool = False) -> None:
+    """Checks that the task has taken all that a restored checkpoint has of it (host).
+
+    Args:
+      path: of the checkpoint.
+      accept: whether the user goes on without the rest.
+      trains: whether the run trains, so that the user can accept that.
+
+    Raises:
+      ConfigError: it has not.
+    """
+    if not self.untaken:
+      return
+    first, why = next(iter(self.untaken.items()))
+    more = f" (and {len(self.untaken) - 1} more)" if len(self.untaken) > 1 else ""
+    if accept:
+      logging.warning("%r%s of checkpoint %s is left out: %s", first, more, path, why)
+      self.untaken = {}
+      return
+    remedy = "; put it there, or add --accept_changes to go on without its value" if trains else ""
+    raise ConfigError(f"checkpoint {path} has {first!r}{more} of its task, but {why}{remedy}.")
+
   @property
   def changed(self) -> list[tf.Variable]:
     """The variables among what is kept."""
     items = [getattr(item, "variable", item) for item in self.kept.values()]
-    return [item for item in items if not isinstance(item, _TABLES)]
+    return [item for item in items if not isinstance(item, TABLES)]
 
   def note(self) -> list[str]:
     """Returns a line if something looks like a weight and no optimizer has it."""
@@ -143,49 +175,31 @@ class TaskState(tf.__internal__.tracking.TrackableDataStructure):  # which may b
       "it is no weight"
     ]
 
-  def _keep(self, place: Place, *, equal: bool, optional: bool = False) -> None:
-    before, raw = self.kept.get(place.name), models.raw(place.variable)
-    whole = equal or isinstance(raw, _TABLES) or is_mirrored(raw)
+  def _followed(self, name: str) -> list[Place]:
+    variable = follow(self._task, name)
+    return [] if variable is None else [Place(name, variable)]
+
+  def _keep(self, place: Place, *, equal: bool, optional: bool = False) -> Any:
+    """Returns what is saved of a place from now on."""
+    raw = models.raw(place.variable)
+    name = self._names.get(id(raw), place.name)
+    before, whole = self.kept.get(name), equal or isinstance(raw, TABLES) or is_mirrored(raw)
     if before is not None and whole != isinstance(before, Copies):
-      return
-    item = raw if whole else Copies(raw, place.name, self._replicas, optional=optional)
-    self.kept[place.name] = item
-    if before is None:
-      self._handle_deferred_dependencies(place.name, item)
-    if before is not None or self._restored is None or optional:
-      return
-    if trackable_utils.escape_local_name(place.name) not in self._restored:
+      return before
+    item = raw if whole else Copies(raw, name, self._replicas, optional=optional)
+    self.kept[name] = item
+    taken = None
+    if before is None and name not in self._ambiguous:
+      self._handle_deferred_dependencies(name, item)
+      taken = self.untaken.pop(name, None)
+    if taken or before is not None or self._restored is None or optional:
+      return item
+    if name not in self._restored:
       logging.warning(
         "the restored checkpoint has no %r, which the loop assigns: it begins at its first value",
-        place.name,
+        name,
       )
-
-  def _places(
-    self,
-    graph: Any,
-    missing: Collection[int],
-    known: Mapping[int, Variable],
-    transient: Iterable[object],
-    odd: Collection[int],
-  ) -> Iterator[Place]:
-    """Yields the places of missing handles, and of odd variables; if there is no graph, all bare.
-
-    What the task does not hold is named as TensorFlow does.
-    """
-    left = set(missing)
-    for place in reachable(self._task) if left or odd or graph is None else ():
-      handles = by_handle([place.variable]).keys()
-      bare = graph is None and place.bare and not known.keys() & handles
-      if bare or left & handles or id(models.raw(place.variable)) in odd:
-        left -= handles
-        yield place
-    for holder in transient if left else ():
-      left -= by_handle(place.variable for place in reachable(holder)).keys()
-    for variable in graph.variables if left else ():
-      whole = getattr(variable.handle, "_distributed_container", lambda: None)() or variable
-      if left & by_handle([whole]).keys():
-        left -= by_handle([whole]).keys()
-        yield Place(f"other.{whole.name.partition(':')[0]}", whole, None, bare=False)
+    return item
 
   def _was_meant_to_be_trained(self, place: Place) -> bool:
     """Whether what the loop only reads looks like a weight, of no network that may be frozen.
@@ -197,17 +211,39 @@ class TaskState(tf.__internal__.tracking.TrackableDataStructure):  # which may b
     return known and _is_weight(place.variable)
 
   def _trackable_children(self, *_: Any, **__: Any) -> dict[str, Any]:
-    shown = self._shown
-    names = {name: trackable_utils.escape_local_name(name) for name in self.kept}
-    return {n: item for n, item in self.kept.items() if shown is None or names[n] in shown}
+    return dict(self.kept if self._shown is None else self._shown)
 
   def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
     del cached_dependencies
-    return self.kept.get(name)
+    return self._trackable_children().get(name)
 
   @property
   def _values(self) -> list[Any]:
     return list(self.kept.values())
+
+
+def _why_not(found: Sequence[Place]) -> str:
+  if not found:
+    return "this task has no variable or table there after build_model()"
+  names = " and ".join(place.name for place in found[:2])
+  return f"an earlier version gave that name to {len(found)} of its places, such as {names}"
+
+
+def _require_places(graph: Any, handles: Collection[int]) -> None:
+  """Raises ConfigError for state that a loop assigns and that is in no place."""
+  names: dict[int, str] = {}
+  for variable in graph.variables if handles else ():
+    names |= dict.fromkeys(by_handle([variable]), variable.name.partition(":")[0])
+  for outer, _ in graph.captures if handles else ():
+    found = _STATE.search(repr(outer)) if id(outer) in handles else None
+    if not found or (found[1] == "Look" and not operations.fills_a_table(graph)):
+      continue
+    what = f"the variable {names[id(outer)]!r}" if id(outer) in names else _WORDS[found[1]]
+    raise ConfigError(
+      f"the training loop assigns {what}, which could not be restored: no attribute, list, dict or "
+      "function of the task leads to it; keep it in an attribute of the task, or in a list, or in "
+      "a dict whose keys are texts."
+    )
 
 
 class Replicas(NamedTuple):
@@ -268,42 +304,16 @@ class Copies(base.Trackable):
     )
 
 
-def reachable(root: object) -> Iterator[Place]:
-  """Yields the variables that are attributes or elements of an object, or of those below it.
-
-  Each once, by the shortest way. TensorFlow's and Keras's own lists of what is tracked do not
-  matter.
-  """
-  waiting: list[tuple[str, Any, bool]] = [("", root, True)]
-  seen = {id(root)}
-  for name, holder, bare in waiting:  # grows
-    for key, value in _members(holder):
-      if id(value) in seen:
-        continue
-      place = f"{name}.{key}" if name else str(key)
-      if models.is_variable(value) or isinstance(value, _TABLES):
-        seen.add(id(value))
-        yield Place(place, value, holder, bare)
-      elif _may_hold(value):
-        seen.add(id(value))
-        waiting.append((place, value, bare and isinstance(value, (Mapping, list, tuple))))
-
-
-def _members(holder: Any) -> Iterable[tuple[Any, Any]]:
-  if isinstance(holder, (Mapping, list, tuple)) and len(holder) > _MOST:
-    return ()
-  if isinstance(holder, Mapping):
-    return list(holder.items())
-  if isinstance(holder, (list, tuple)):
-    return enumerate(holder)
-  return list(vars(holder).items())
-
-
-def _may_hold(value: Any) -> bool:
-  if isinstance(value, (Mapping, list, tuple, base.Trackable)):
-    return not isinstance(value, (TaskState, *_OPAQUE))
-  library = type(value).__module__.partition(".")[0] in ("tensorflow", "numpy", "builtins")
-  return hasattr(value, "__dict__") and not library and not isinstance(value, _OPAQUE)
+@contextlib.contextmanager
+def given_back(variables: Iterable[Variable]) -> Iterator[None]:
+  """Gives variables their values back at the end of `with`, on each replica (host)."""
+  copies = [copy for variable in variables for copy in copies_of(variable)]
+  values = [tf.identity(copy.read_value()) for copy in copies]
+  try:
+    yield
+  finally:
+    for copy, value in zip(copies, values, strict=True):
+      copy.assign(value)
 
 
 def copies_of(variable: Variable) -> list[Any]:

@@ -81,6 +81,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     starts: Callable[[], Collection[str]] | None = None,
     require: Callable[[], None] = lambda: None,
     changed: str = "",
+    accept: bool = False,
   ) -> None:
     """Defines what is saved; reads and writes nothing yet.
 
@@ -97,8 +98,9 @@ class CheckpointManager(tf.train.CheckpointManager):
         accepts all; a checkpoint of a version that kept no id is always accepted.
       require: called before a write; raises if the folder no longer belongs to the run.
       changed: the values in which the config differs from that of the checkpoints; "" for none.
+      accept: whether what a checkpoint has of the task, and the task does not take, is left out.
     """
-    self._trainer, self._require = trainer, require
+    self._trainer, self._require, self._accept = trainer, require, accept
     self._of_run = {
       "experiment": dict(experiment), "assets": assets, "start": start, "starts": starts,
       "changed": changed,
@@ -118,10 +120,17 @@ class CheckpointManager(tf.train.CheckpointManager):
     _ = self._checkpoint.save_counter  # created on first use; must exist before the first restore
 
   def renew(self) -> None:
-    """Saves what the trainer has got since this was made; restores it if it was saved (host)."""
+    """Saves what the trainer has got since this was made; restores it if it was saved (host).
+
+    Raises:
+      ConfigError: the restored checkpoint has something that nothing takes, and nobody accepts it.
+    """
     for name, item in self._trainer.checkpoint_items().items():
       if not hasattr(self._checkpoint, name):
         setattr(self._checkpoint, name, item)
+    self._trainer.state.require_taken(
+      self._path(f"{PREFIX}-{self._saved_step}"), accept=self._accept, trains=True
+    )
 
   @property
   def checkpoints(self) -> list[str]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _NEW = ("ema", "loss_scale")
 """What a changed config may add: it begins where the run goes on."""
 _STATES = ("actions", "start")
+STATE, BEFORE = "state/", "task/"
+"""How the keys of a task's state begin, and began in earlier versions, which named it otherwise."""
 START = "start/.ATTRIBUTES/py_state"
 """Key of the id of the line in history.jsonl that tells how a checkpoint was trained."""
 
@@ -49,6 +51,8 @@ class Fitting:
     except (AssertionError, ValueError, tf.errors.InvalidArgumentError) as error:
       self._explain(path, reader, error)
       raise
+    if not self.start:  # else the step makes what it makes, and `renew` asks
+      self.trainer.state.require_taken(path)
 
   @contextlib.contextmanager
   def _fitted(self, reader: tf.train.CheckpointReader) -> Iterator[None]:
@@ -63,11 +67,19 @@ class Fitting:
     }
     for name in absent:
       delattr(self.checkpoint, name)
-    of_task = [key.removeprefix("task/") for key in keys if key.startswith("task/")]
+    before = any(key.startswith(BEFORE) for key in keys)
+    top = BEFORE if before else STATE
+    of_task = [key.removeprefix(top) for key in keys if key.startswith(top)]
+    if before:
+      del self.checkpoint.state
+      self.checkpoint.task = self.trainer.state
     try:
-      with self.trainer.state.fitted(of_task, self.checkpoint):
+      with self.trainer.state.fitted(of_task, self.checkpoint, before=before):
         yield
     finally:
+      if before:
+        del self.checkpoint.task
+        self.checkpoint.state = self.trainer.state
       for name, item in absent.items():
         setattr(self.checkpoint, name, item)
       for optimizer in self.trainer.parts.optimizers.values():

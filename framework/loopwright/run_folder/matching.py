@@ -8,6 +8,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -98,7 +99,7 @@ class WarmStartReport:
     return "\n".join([self.summary(), "", *lines]) + "\n"
 
 
-def load(of: WarmStart, model: Model) -> WarmStartReport:
+def load(of: WarmStart, model: Model, beside: Mapping[str, tf.Variable]) -> WarmStartReport:
   """Loads a file into a model, see `WarmStart.load`."""
   source = weight_files.located(of.path)
   remedy = "it is damaged or not a file of weights: give another"
@@ -106,7 +107,7 @@ def load(of: WarmStart, model: Model) -> WarmStartReport:
     with bounded.reading(source, remedy):
       stored = stack.enter_context(weight_files.contents(source, of.match))
     own = getattr(model, "weight_names", {}) if source.endswith(SAFETENSORS) else {}
-    names = Names(model)
+    names = Names(model, beside)
     report, pairs = _matched(of, source, names, _renamed(of, stored, own, names))
     with bounded.reading(source, remedy):
       values = [(variable, found.read()) for variable, found in pairs]
@@ -120,7 +121,22 @@ def load(of: WarmStart, model: Model) -> WarmStartReport:
       )
   for variable, value in values:
     variable.assign(tf.cast(tf.constant(value), variable.dtype))
+  absent = {row.name for row in report.rows if row.status == ONLY_MODEL}
+  _add_nothing(model, {id(names.known[name]) for name in absent}, {id(v) for v, _ in values})
   return report
+
+
+def _add_nothing(model: Model, absent: set[int], loaded: set[int]) -> None:
+  """Sets the product that LoRA adds to a loaded weight to 0, if the file does not have it.
+
+  One factor alone: Keras sets both, whose gradients are 0 from then on.
+  """
+  for layer in models.layers(model):
+    if any(id(models.raw(each)) in loaded for each in models.frozen_by_lora(layer)):
+      for each in layer.weights:
+        of_lora = each.name.startswith("lora_") and each.name.endswith("_b")
+        if of_lora and id(models.raw(each)) in absent:
+          each.assign(tf.zeros_like(each))
 
 
 def _require_tied(source: str, stored: Mapping[str, Stored], own: Mapping[str, str]) -> None:
@@ -231,8 +247,15 @@ def _require(
 class Names:
   """The weights of a model by name, and by the other names that a file may use for them."""
 
-  def __init__(self, model: Model) -> None:
-    """Indexes a model; `known` has each weight by the name that reports use."""
+  def __init__(
+    self, model: Model, beside: Mapping[str, tf.Variable] = MappingProxyType({})
+  ) -> None:
+    """Indexes a model; `known` has each weight by the name that reports use.
+
+    Args:
+      model: as `Task.build_model` returns it.
+      beside: see `WarmStart.load`.
+    """
     root = tf.train.Checkpoint(model=model, untracked=models.untracked(model))
     paths = {
       id(models.raw(variable)): weight_files.path_of(key)
@@ -256,6 +279,10 @@ class Names:
     for alias, variable in weight_files.numbered(model):
       if id(variable) in by_id:
         self._index.setdefault(alias, []).append(by_id[id(variable)])
+    for alias, variable in beside.items():
+      name = by_id.setdefault(id(variable), alias)
+      self.known[name] = variable
+      self._index[alias] = [name]
     for path in [each for each in self._index if "/_" in each]:  # Keras's attribute is "_kernel"
       self._index.setdefault(path.replace("/_", "/"), self._index[path])
     self._own = f"{model.name}/" if models.is_keras(model) else ""

@@ -8,12 +8,15 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
 from loopwright.errors import ConfigError, unknown
 from loopwright.graphs.aliases import Model
+from loopwright.models import models
+from loopwright.models.reachable import named_before, reachable
 from loopwright.options.declaration import AT_THE_START
 
 if TYPE_CHECKING:
@@ -86,14 +89,16 @@ class WarmStart:
     Call it before the first step, outside of any scope. Raises what `load` raises.
     """
     with trainer.strategy.scope():
-      report = self.load(trainer.task.model)
+      report = self.load(trainer.task.model, beside=_trained_beside(trainer))
       for optimizer in trainer.parts.optimizers.values():
         optimizer.restart()
     if trainer.parts.ema is not None:
       trainer.parts.ema.restart()
     return report
 
-  def load(self, model: Model) -> WarmStartReport:
+  def load(
+    self, model: Model, *, beside: Mapping[str, tf.Variable] = MappingProxyType({})
+  ) -> WarmStartReport:
     """Loads the file into a model, on every replica; changes nothing if it raises (host).
 
     Call it in the `strategy.scope()` in which the model was built, for example in
@@ -101,6 +106,7 @@ class WarmStart:
 
     Args:
       model: as `Task.build_model` returns it, with its variables built.
+      beside: key in a checkpoint -> variable that is trained and is not in the model.
 
     Raises:
       ConfigError: the file is missing or damaged; nothing matches; a pattern or a prefix matches
@@ -108,7 +114,21 @@ class WarmStart:
     """
     from loopwright.run_folder import matching  # reads checkpoints and both formats of Keras
 
-    return matching.load(self, model)
+    return matching.load(self, model, beside)
+
+
+def _trained_beside(trainer: Trainer) -> dict[str, tf.Variable]:
+  """Returns key in a checkpoint, of this version or an earlier one -> trained variable."""
+  of_model = {id(models.raw(each)) for each in models.all_variables(trainer.task.model)}
+  optimizers = trainer.parts.optimizers.values()
+  trained = {id(models.raw(each)) for one in optimizers for each in one.variables} - of_model
+  if not trained:
+    return {}
+  named = [(f"state/{each.name}", each) for each in reachable(trainer.task)]
+  before = named_before(trainer.task).items()
+  named += [(f"task/{name}", places[0]) for name, places in before if len(places) == 1]
+  found = [(key, models.raw(place.variable)) for key, place in named]
+  return {key: raw for key, raw in found if id(raw) in trained}
 
 
 def _check_patterns(option: str, patterns: Any) -> None:

@@ -28,6 +28,8 @@ from loopwright.run_folder.safetensors_files import Stored
 Match = Literal["name", "path"]
 KERAS = (".keras", ".h5", ".hdf5")
 FILES = (*KERAS, safetensors_files.SUFFIX, safetensors_files.INDEX)
+_BESIDE = {"state", "task"}
+"""Where checkpoints have what a task has beside its model; "task" in those of earlier versions."""
 _NO_WEIGHTS = {"optimizer", "optimizers", "save_counter", "global_step"}
 _RANDOM = "seed_generator"
 """Part of the name of the state of Keras 3's random layers."""
@@ -106,11 +108,14 @@ def _of_checkpoint(reader: tf.train.CheckpointReader, match: Match) -> dict[str,
 
 
 def _saved(reader: tf.train.CheckpointReader) -> Iterator[tuple[str, str, str]]:
-  """Yields (name, path, key) of the model's variables; a key may go through an optimizer."""
+  """Yields (name, path, key) of the model's variables; a key may go through an optimizer.
+
+  So does it those that a checkpoint has of the task beside the model, which have no name.
+  """
   graph = trackable_object_graph_pb2.TrackableObjectGraph()
   graph.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
   tops = {child.local_name for child in graph.nodes[0].children}
-  ours = {"model", "untracked"} if "model" in tops else tops - _NO_WEIGHTS
+  ours = {"model", "untracked"} | _BESIDE if "model" in tops else tops - _NO_WEIGHTS
   queue, seen = collections.deque([("", 0)]), {0}
   while queue:
     path, number = queue.popleft()
@@ -122,7 +127,9 @@ def _saved(reader: tf.train.CheckpointReader) -> Iterator[tuple[str, str, str]]:
       queue.append((f"{child_path}/", child.node_id))
       for attribute in graph.nodes[child.node_id].attributes:
         if attribute.checkpoint_key.endswith(checkpoints.VALUE):
-          yield h5.plain(attribute.full_name), path_of(child_path), attribute.checkpoint_key
+          beside = path in ("state/", "task/")
+          place = f"{path}{child.local_name}" if beside else path_of(child_path)
+          yield "" if beside else h5.plain(attribute.full_name), place, attribute.checkpoint_key
 
 
 def _of_h5(source: str) -> dict[str, Stored]:
@@ -154,5 +161,8 @@ def numbered(model: Model) -> Iterator[tuple[str, tf.Variable]]:
     own: dict[str, Any] = {}
     if isinstance(layer, keras.Layer):
       layer.save_own_variables(own)
+    merged = iter(models.frozen_by_lora(layer))  # for which Keras saves a sum, and no variable
     for number, variable in own.items():
-      yield f"{layer.name}/{number}", models.raw(variable)
+      known = variable if models.is_variable(variable) else next(merged, None)
+      if known is not None:
+        yield f"{layer.name}/{number}", models.raw(known)

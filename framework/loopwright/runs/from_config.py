@@ -165,7 +165,7 @@ def restored_trainer(
   )  # fmt: skip
   if checkpoint is not None:
     manager.restore_from(places.local_copy(checkpoint))
-  elif not manager.restore_newest():
+  elif not manager.restore_or_initialize():
     raise ConfigError(f"there is no complete checkpoint in {directory!r}; train first.")
   if trainer.parts.ema is not None:
     trainer.parts.ema.swap()

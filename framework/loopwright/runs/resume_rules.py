@@ -55,7 +55,8 @@ class GoingOn(Start):
   def labels(self) -> Mapping[str, Any]:
     """Returns the arguments of `CheckpointManager` that tell checkpoints of other starts (host)."""
     known = None if self._accept else functools.partial(history.starts, self._model_dir)
-    return {**super().labels(), "starts": known, "changed": listed(self.accepted)}
+    changed = listed(self.accepted)
+    return {**super().labels(), "starts": known, "changed": changed, "accept": self._accept}
 
   @property
   def changes_task(self) -> bool:  # type: ignore[override]

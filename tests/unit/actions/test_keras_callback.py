@@ -63,12 +63,13 @@ def plateau():
 
 def start(folder, *callbacks, epochs=EPOCHS, replicas=1, actions=(), **options):
   several = functools.partial(factories.mirrored, cpu_replicas=replicas)
+  given = {"task": Line, "optimizer": lambda: keras.optimizers.SGD(RATE, momentum=0.9)}
   return run(
-    task=Line, train_steps=epochs * PER_EPOCH, global_batch_size=BATCH, mode="train_and_evaluate",
-    model_dir=str(folder), strategy=several if replicas > 1 else factories.default, shuffle=False,
+    **given | options, train_steps=epochs * PER_EPOCH, global_batch_size=BATCH,
+    mode="train_and_evaluate", model_dir=str(folder), shuffle=False,
+    strategy=several if replicas > 1 else factories.default,
     eval_every_steps=PER_EPOCH, steps_per_loop=PER_EPOCH, checkpoint_every_steps=PER_EPOCH,
-    optimizer=lambda: keras.optimizers.SGD(RATE, momentum=0.9),
-    actions=[*(KerasCallback(callback=each) for each in callbacks), *actions], **options,
+    actions=[*(KerasCallback(callback=each) for each in callbacks), *actions],
   )  # fmt: skip
 
 
@@ -141,6 +142,66 @@ class TooEarly(keras.callbacks.Callback):
 
   def on_train_batch_begin(self, batch, logs=None):
     raise NotImplementedError
+
+
+class Scaled(keras.Model):
+  """x @ kernel * beta."""
+
+  def __init__(self):
+    super().__init__()
+    self.dense, self.beta = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones"), 1.0
+    self.build([None, 2])
+
+  def build(self, shape):
+    self.dense.build(shape)
+
+  def call(self, x):
+    return self.dense(x) * self.beta
+
+
+class ScaledLine(Line):
+  def build_model(self):
+    return Scaled()
+
+
+class Annealing(keras.callbacks.Callback):
+  """Sets a number of the model after each epoch, and what no trace reads."""
+
+  def on_epoch_end(self, epoch, logs=None):
+    self.model.beta = epoch + 2.0
+    self.model.noted = self
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_a_callback_sets_on_the_model_counts_and_survives(replicas, tmp_path):
+  def evaluations(folder, *epochs):
+    for each in epochs:
+      task = ScaledLine()
+      start(folder, Annealing(), epochs=each, replicas=replicas, task=task, optimizer=sgd)
+    return [r["loss"] for r in runs.records(folder, "eval")], task.model
+
+  sgd = lambda: keras.optimizers.SGD(0.01)  # noqa: E731
+  found, model = evaluations(tmp_path / "a", 5)
+  kernel, expected = np.ones(2), []
+  for epoch in range(5):
+    beta = epoch + 1.0
+    for rows in np.split(np.arange(12), 3):
+      x = X[rows].astype(np.float64)
+      kernel = kernel - 0.01 * 2 * beta * (x @ kernel * beta - Y[rows]) @ x / BATCH
+    expected.append(np.mean((X @ kernel * beta + Y) ** 2))
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  assert (model.beta, type(model.noted)) == (6.0, Annealing)
+  assert evaluations(tmp_path / "b", 2, 4, 5)[0] == found
+
+
+class Freezing(keras.callbacks.Callback):
+  def on_epoch_end(self, epoch, logs=None):
+    self.model.trainable = False
+
+
+def test_a_model_that_a_callback_freezes_is_frozen(tmp_path):
+  with pytest.raises(ConfigError, match="optimizer 'default' has no trainable variable left"):
+    start(tmp_path, Freezing())
 
 
 class AnotherOptimizer(keras.callbacks.Callback):

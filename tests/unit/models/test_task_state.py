@@ -7,7 +7,7 @@ import tensorflow as tf
 import tf_keras
 from runs import make_evaluator, make_trainer
 
-from loopwright import ArraySource, ConfigError, Loss, Task
+from loopwright import ArraySource, ConfigError, Loss, Sum, Task
 from loopwright.models.task_state import copies_of
 from loopwright.optimizers.rollback import Rollback
 from loopwright.runs.runner import run
@@ -282,16 +282,31 @@ def test_what_differs_between_replicas_fits_others_or_is_refused(tmp_path, mirro
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("always", [False, True])
-def test_evaluation_does_not_change_training(replicas, always, mirrored, caplog):
-  task = seen(always=always)
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+def test_an_evaluation_that_assigns_what_training_uses_is_refused(first, replicas, mirrored):
+  task = seen(always=True)
   trainer = trainer_of(task, mirrored(replicas))
   evaluator = make_evaluator(task, trainer.strategy, batch=ROWS)
-  for step in range(3):
-    trainer.train(tf.constant(1))
-    evaluator.evaluate(tf.constant(-1))
-    assert [copy.numpy() for copy in copies_of(task.kept)] == [6.0 * (step + 1)] * replicas
-  assert ("evaluation changes" in caplog.text) == always
+  if first == "evaluation":
+    evaluator.evaluate()
+    task.kept.assign(0.0)
+  trainer.train(tf.constant(1))
+  with pytest.raises(ConfigError, match="evaluation assigns 'Variable', which training uses, so "):
+    evaluator.evaluate()
+  assert [copy.numpy() for copy in copies_of(task.kept)] == [6.0] * replicas
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_evaluation_gives_states_of_recurrent_layers_back(replicas, mirrored):
+  task = Stateful(layer=recurrent)
+  trainer = trainer_of(task, mirrored(replicas))
+  evaluator = make_evaluator(task, trainer.strategy, batch=ROWS)
+  trainer.train(tf.constant(2))
+  before = [copy.numpy() for copy in copies_of(task.layer.states[0])]
+  assert np.abs(before).max() > 0
+  losses = {evaluator.evaluate()["loss"] for _ in "ab"}
+  assert len(losses) == 1
+  np.testing.assert_array_equal([copy.numpy() for copy in copies_of(task.layer.states[0])], before)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -311,18 +326,22 @@ def test_a_step_that_is_undone_leaves_it(replicas, mirrored):
   assert [copy.numpy() for copy in copies_of(task.kept)] == [12.0] * replicas
 
 
-def test_evaluation_leaves_a_table_as_training_made_it():
-  def count(task, batch):
+def test_an_evaluation_may_read_a_table_that_training_fills():
+  def touch(task, batch):
     task.kept.insert(batch["example_id"], task.kept.lookup(batch["example_id"]) + 1.0)
 
-  task = Stateful(table, count, always=True)
+  task = Stateful(table, touch)
   trainer = trainer_of(task, factories.default())
+  task.metrics = lambda outputs, batch: {
+    "seen": Sum(tf.reduce_sum(task.kept.lookup(batch["example_id"])))
+  }
+  task.derived = lambda found: {"total": found["seen"]}
   evaluator = make_evaluator(task, trainer.strategy, batch=ROWS)
-  for passed in (6, 12, 18):
-    trainer.train(tf.constant(1))
-    evaluator.evaluate(tf.constant(-1))
-    _, counts = task.kept.export()
-    assert (len(counts), sum(counts.numpy())) == (min(passed, len(X)), passed)
+  trainer.train(tf.constant(3))
+  assert evaluator.evaluate()["total"] == 18
+  task._always = True
+  with pytest.raises(ConfigError, match="evaluation assigns 'MutableHashTable', which training"):
+    make_evaluator(task, trainer.strategy, batch=ROWS).evaluate()
 
 
 class Half(Stateful):
@@ -488,7 +507,6 @@ def test_a_sound_task_is_not_accused(name, mirrored, caplog):
   state = trainer.state
   assert (list(state.kept), state.untrained) == (kept, [])
   assert trainer.parts.loss_scale.factor() is None
-  assert "evaluation changes" not in caplog.text
   if name == "the best so far":
     assert task.own.numpy() > 0
 

@@ -15,7 +15,7 @@ import toys
 
 from loopwright.errors import ConfigError
 from loopwright.models import models
-from loopwright.run_folder import matching, weight_files
+from loopwright.run_folder import matching, safetensors_files, weight_files
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.run_folder.warm_start import WarmStart
 from loopwright.runs import runner
@@ -431,3 +431,70 @@ def test_what_matches_nothing_is_refused_and_nothing_changes(options, says, pret
 def test_options_of_another_kind_are_refused(options, says):
   with pytest.raises(ConfigError, match=says):
     WarmStart(path="x", **options)
+
+
+@pytest.mark.parametrize("file", ["x.keras", "x.weights.h5", "checkpoint", "x.safetensors"])
+def test_frozen_weights_under_lora_are_those_of_the_file(file, tmp_path):
+  tokens = np.arange(12).reshape(4, 3) % 5
+
+  def network(seed):
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    body = [layers.Embedding(5, 4, name="rows"), layers.Flatten(), layers.Dense(3, name="body")]
+    return keras.Sequential(
+      [keras.Input([3], dtype="int32"), *body, layers.Dense(1, name="head")], name="net"
+    )
+
+  source, target = network(1), network(2)
+  for name in ("rows", "body"):
+    target.get_layer(name).enable_lora(rank=2)
+  for weight in target.weights:
+    if "lora" in weight.name:
+      weight.assign(np.full(weight.shape, 0.5))
+  path = str(tmp_path / file)
+  if file == "checkpoint":
+    path = tf.train.Checkpoint(model=source).write(path)
+  elif file.endswith("safetensors"):
+    safetensors_files.write(
+      path, {n: v for n, (v, _) in matching.Names(source).in_file({}).items()}
+    )
+  else:
+    (source.save if file.endswith(".keras") else source.save_weights)(path)
+  report = WarmStart(path=path).load(target)
+  assert (report.count(matching.MATCHED), report.count(matching.ONLY_MODEL)) == (5, 4)
+  np.testing.assert_array_equal(target(tokens), source(tokens))
+  with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(tf.square(target(tokens)))
+  factors = [w.value for w in target.weights if w.name.endswith("_b")]
+  assert all(np.abs(each).max() > 0 for each in tape.gradient(loss, factors))
+
+
+class Weighted(toys.Regression):
+  """y = kernel @ x + shift, which is trained and beside the model, in a closure."""
+
+  features = {"x": X, "y": Y}
+
+  def build_model(self):
+    shift = tf.Variable(0.0, name="shift")
+    self.shift = lambda: shift
+    return toys.linear(np.ones(3, np.float32))
+
+  def variables_of(self, optimizer):
+    return [*super().variables_of(optimizer), self.shift()]
+
+  def losses(self, outputs, batch):
+    return super().losses(outputs + self.shift(), batch)
+
+
+def test_a_weight_beside_the_model_begins_there_too(mirrored, tmp_path):
+  given = {"global_batch_size": 6, "strategy": mirrored(2), "mode": "train"}
+  trained = Weighted()
+  runner.run(task=trained, model_dir=str(tmp_path / "a"), train_steps=3, **given)
+  task = Weighted()
+  trainer = runs.make_trainer(task, mirrored(2), batch=6, optimizer=keras.optimizers.Adam)
+  report = WarmStart(path=str(tmp_path / "a")).apply(trainer)
+  assert "state/shift.<shift>" in {
+    row.name for row in report.rows if row.status == matching.MATCHED
+  }
+  assert trained.shift().numpy() != 0
+  assert task.shift().numpy() == trained.shift().numpy()

@@ -70,6 +70,10 @@ def test_a_run_that_python_started_is_loaded_with_what_it_got(tmp_path):
   assert (weight(loaded), loaded.step, loaded.averaged) == (1.0 + 1.5, 2, False)
   with pytest.raises(ConfigError, match=r"^'.*' has no operative_config.gin with a task: it is no"):
     load(str(tmp_path))
+  for index in (tmp_path / "checkpoints").glob("*.index"):
+    index.write_bytes(b"")
+  with pytest.raises(ConfigError, match=r"^all \d checkpoints in .* are damaged; restore"):
+    load(tmp_path, **(given | {"task": Climbing}))
 
 
 def test_the_precision_of_a_run_is_not_that_of_what_comes_after(tmp_path, policy):

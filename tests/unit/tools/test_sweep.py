@@ -281,6 +281,20 @@ def test_a_sweep_never_changes_silently(capsys, monkeypatch):
   assert "have x.y = 0, now 1" in capsys.readouterr().err
 
 
+def test_a_sweep_is_known_by_its_folder_not_by_its_name(capsys):
+  given = ["--sampler=grid", "--trials=1"]
+  assert sweep("--vary=x = [1, 2]", *given) == 0
+  Path("s").rename("other")
+  capsys.readouterr()
+  assert sweep("--vary=x = [1, 3]", *given, "--dir=other") == 2
+  assert "the sweep in 'other' has x = [1, 2], now [1, 3]" in capsys.readouterr().err
+  assert sweep("--vary=x = [1, 2]", "--sampler=grid", "--dir=other") == 0
+  assert [row[3] for row in rows(capsys.readouterr().out)[1:]] == ["complete"] * 2
+  Path("other/sweep.db").unlink()
+  assert sweep("--vary=x = [1, 2]", *given, "--dir=other") == 2
+  assert "'other' has trials that 'sweep.db' does not know" in capsys.readouterr().err
+
+
 def test_machines_share_a_sweep_by_its_storage(capsys, tmp_path):
   given = ["--vary=x = [1, 2, 3]", f"--storage=sqlite:///{tmp_path}/all.db"]
   assert sweep(*given, "--dir=one/s", "--trials=1") == 0

@@ -51,22 +51,29 @@ class Study:
     """Makes the study, or opens the one that is there.
 
     Args:
-      folder: of the sweep; its last part is the name of the study.
+      folder: in a new one, its last part is the name of the study.
       url: an Optuna storage; None for a file in the folder.
       sampler, seed: how values of ranges are chosen: "tpe" or "random".
       bindings, prune, trials: of the config; whether trials below the median end; how many.
 
     Raises:
-      ConfigError: the folder or the storage cannot be used, or the study is of something else.
+      ConfigError: the folder or the storage cannot be used, the study is of something else, or it
+        is gone and its trials are not.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     self.folder, self.space, self.metric, self.maximize = folder, list(space), metric, maximize
     self._sampler, self._seed = sampler, seed
+    has_begun = Path(folder, IDENTITY).exists()
     self._identity = _identity(folder)
     self._owner = "" if url else self._identity  # of a trial that was killed before it had one
-    name = os.path.basename(os.path.abspath(folder))
     self._url = url or f"sqlite:///{os.path.join(folder, FILE)}"
+    name = self._name(is_shared=url is not None)
     self.known = _opened(name, self._url, maximize=maximize, prune=prune)
+    if has_begun and not self.known.trials and any(Path(folder).glob("trial-*")):
+      raise ConfigError(
+        f"{folder!r} has trials that {url or FILE!r} does not know: it was removed, or the folder "
+        "has another name than before; put it back, or give a new sweep another --dir."
+      )
     varied = {each.name: str(each) for each in space}
     now = {**bindings, **varied, "--metric": metric, "--maximize": f"{maximize}"}
     before = json.loads(self.known.user_attrs.get(OF, "null")) or now
@@ -79,6 +86,14 @@ class Study:
     self._total = min(trials or len(grid), len(grid)) if grid else trials or 20
     self._left: list[FrozenTrial] | None = None
     self._running: dict[int, optuna.Trial] = {}
+
+  def _name(self, *, is_shared: bool) -> str:
+    """Returns the name of the study: that of the folder, which may have had another one before."""
+    if not is_shared and Path(self.folder, FILE).exists():
+      with contextlib.suppress(Exception):  # what is wrong with the file, `_opened` says
+        [name] = optuna.get_all_study_names(self._url)
+        return name
+    return os.path.basename(os.path.abspath(self.folder))
 
   def trials(self, *states: TrialState) -> list[FrozenTrial]:
     """Returns the trials in these states, by default all, by number."""
@@ -122,6 +137,7 @@ class Study:
       if step > last and metric not in values:
         if not any(each.state.is_finished() for each in self.trials()):
           optuna.delete_study(study_name=self.known.study_name, storage=self._url)
+          Path(self.folder, IDENTITY).unlink(missing_ok=True)
         raise unknown("metric", metric, [*values])
       if step > last:
         trial.report(float(str(values[metric])), step)

@@ -44,7 +44,7 @@ NEXT_BATCH, SAME_STEP, ACROSS = (
 )  # fmt: skip
 ONE, CENTRAL = "one device", "central storage on 2"
 MUTABLE = (list, dict, set, np.ndarray, np.random.Generator, np.random.RandomState)
-_IGNORED = ("task/", "experiment/", "save_counter/")
+_IGNORED = ("state/", "experiment/", "save_counter/")
 
 
 def check(subject: Subject) -> list[Result]:
