@@ -164,10 +164,12 @@ def test_the_page_shows_results_configs_goodput_verify_samples_and_environment(m
   )  # fmt: skip
   two = make("runs/b", line(2, "eval", loss=0.25), config="x.y = 2\nx.same = 'z'\n")
   found = Parsed(report(one, two))
-  assert rows(found, "run")[1:] == [
-    ["a", "2", "stopped", "0.5", "loss 0.5 @2"],
-    ["b", "2", "stopped", "0.25", "loss 0.25 @2"],
+  assert rows(found, "run") == [
+    ["run", "x.y", "step", "status", "eval loss", "best"],
+    ["a", "1", "2", "stopped", "0.5", "loss 0.5 @2"],
+    ["b", "2", "2", "stopped", "0.25", "loss 0.25 @2"],
   ]
+  assert "The best: b, loss 0.25 @2; x.y = 2" in found.texts("p")
   assert rows(found, "bindings")[1:] == [["x.y", "1", "2"]]
   assert rows(found, "part")[1:] == [
     ["training", "3.00 s, 75.0 %"],
@@ -398,9 +400,9 @@ def test_many_runs_are_sorted_colored_and_compared_in_a_browser():
   with browser.opened(Path("r.html").resolve().as_uri(), height=2000) as opened:
     opened.wait("document.querySelectorAll('#against .point').length === 12")
     first = "document.querySelector('#results tbody').rows[0].cells[0].textContent"
-    opened.value("document.querySelectorAll('#results thead button')[3].click()")
+    opened.value("document.querySelectorAll('#results thead button')[5].click()")
     assert opened.value(first) == "r6"  # the least loss
-    opened.value("document.querySelectorAll('#results thead button')[3].click()")
+    opened.value("document.querySelectorAll('#results thead button')[5].click()")
     assert opened.value(first) == "r0"
     shown = "[...document.querySelectorAll('#results tbody tr')].filter(row => !row.hidden).length"
     box = "document.querySelector('#results .filter input')"
@@ -421,6 +423,16 @@ def test_many_runs_are_sorted_colored_and_compared_in_a_browser():
     parts = "ofHue(137.508 * i % 360).match(/\\w\\w/g).map(c => parseInt(c, 16) / 255)"
     all_of_300 = f"[...Array(300).keys()].map(i => contrast(...{parts}))"
     assert opened.value(f"Math.min(...{all_of_300})") >= 3
+    ticks = "[...document.querySelectorAll('#against .xtick text')].map(each => each.textContent)"
+    opened.wait(f"{ticks}.includes('0.001')")
+    assert (
+      opened.value("data.plots[0].curves.filter(each => each.values.length === 1).length") == 12
+    )
+    of_one = "document.getElementById('plot-0').data.filter(each => each.mode === 'lines+markers')"
+    assert opened.value(f"{of_one}.length") > 0
+    flat = "[...Array(99).keys()].map(i => i / 99)"
+    assert opened.value(f"most([...{flat}, 1e6])") == pytest.approx([-0.076, 1.076], abs=0.01)
+    assert opened.value(f"most({flat})") is None
     assert opened.problems == []
 
 

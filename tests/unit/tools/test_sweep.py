@@ -282,17 +282,29 @@ def test_a_sweep_never_changes_silently(capsys, monkeypatch):
 
 
 def test_a_sweep_is_known_by_its_folder_not_by_its_name(capsys):
-  given = ["--sampler=grid", "--trials=1"]
+  given = ["--trials=1"]
   assert sweep("--vary=x = [1, 2]", *given) == 0
   Path("s").rename("other")
   capsys.readouterr()
   assert sweep("--vary=x = [1, 3]", *given, "--dir=other") == 2
-  assert "the sweep in 'other' has x = [1, 2], now [1, 3]" in capsys.readouterr().err
-  assert sweep("--vary=x = [1, 2]", "--sampler=grid", "--dir=other") == 0
+  assert "the trials in 'other' has x = [1, 2], now [1, 3]" in capsys.readouterr().err
+  assert sweep("--vary=x = [1, 2]", "--dir=other") == 0
   assert [row[3] for row in rows(capsys.readouterr().out)[1:]] == ["complete"] * 2
   Path("other/sweep.db").unlink()
   assert sweep("--vary=x = [1, 2]", *given, "--dir=other") == 2
   assert "'other' has trials that 'sweep.db' does not know" in capsys.readouterr().err
+
+
+def test_a_sweep_of_an_earlier_version_goes_on(capsys):
+  Path("s").mkdir()
+  study = optuna.create_study(storage="sqlite:///s/sweep.db", study_name="s")
+  of = {"--vary": {"x": "[1, 2]"}, "goal": {"--metric": "loss"}, "config": {"x.y": "0"}}
+  for part, values in of.items():
+    study.set_user_attr(part, json.dumps(values))
+  assert sweep("--vary=x = [1, 3]") == 2
+  assert "the trials in 's' have x = [1, 2], now [1, 3]" in capsys.readouterr().err
+  assert sweep("--vary=x = [1, 2]") == 0
+  assert [starts(n)[0]["values"]["x"] for n in range(2)] == ["1", "2"]
 
 
 def test_machines_share_a_sweep_by_its_storage(capsys, tmp_path):

@@ -91,7 +91,7 @@ function smoothed(values) {  // an exponential moving average that starts withou
   });
 }
 
-const axis = () => ({gridcolor: style("--line"), zeroline: false, automargin: true, exponentformat: "power"});
+const axis = () => ({gridcolor: style("--line"), zeroline: false, automargin: true, tickformat: "~g"});
 const base = () => ({
   font: {color: style("--text"), size: 12}, paper_bgcolor: style("--page"), plot_bgcolor: style("--page"),
   hovermode: "closest", hoverlabel: {namelength: -1, align: "left"},
@@ -115,6 +115,7 @@ function traces(plot) {  // curves of one color are one trace, with gaps: a plot
         hovertemplate: "%{text}<br>%{x}: %{y:.6g}<extra></extra>",
       });
     }
+    if (curve.values.length === 1) Object.assign(found.get(key), {mode: "lines+markers", marker: {size: 6}});
     const {x, y, text} = found.get(key), name = escaped(`${data.runs[curve.run]}, ${curve.split}`);
     if (x.length) {
       x.push(null);
@@ -131,11 +132,19 @@ function traces(plot) {  // curves of one color are one trace, with gaps: a plot
   return [...found.values()];
 }
 
+function most(values) {  // a range without the few values that would flatten the rest; else undefined
+  const sorted = values.filter(each => each !== null).sort((a, b) => a - b);
+  const at = part => sorted[Math.round(part * (sorted.length - 1))], low = at(0.02), high = at(0.98);
+  const isFar = at(0) < low - 2 * (high - low) || at(1) > high + 2 * (high - low);
+  return sorted.length > 50 && isFar && !log.checked ? [1.1 * low - 0.1 * high, 1.1 * high - 0.1 * low] : undefined;
+}
+
 function draw(element, plot) {
-  Plotly.react(element, traces(plot), {
+  const drawn = traces(plot), range = most(drawn.flatMap(each => each.y));
+  Plotly.react(element, drawn, {
     ...base(), title: {text: escaped(plot.name), font: {size: 14}, x: 0.02, xanchor: "left"},
     margin: {l: 45, r: 10, t: 35, b: 40}, xaxis: {...axis(), title: {text: over.value, font: {size: 12}}},
-    yaxis: {...axis(), type: log.checked ? "log" : "linear"},
+    yaxis: {...axis(), type: log.checked ? "log" : "linear", range, autorange: !range},
   }, options);
 }
 
@@ -194,7 +203,7 @@ const stale = new Map(), near = new Set();
 const watcher = new IntersectionObserver(changes => {
   changes.forEach(each => each.isIntersecting ? near.add(each.target) : near.delete(each.target));
   drawStale([...near]);
-}, {rootMargin: "200px"});
+}, {rootMargin: "400px"});
 function drawStale(elements) {
   elements.filter(each => stale.has(each)).forEach(each => {
     const draws = stale.get(each);

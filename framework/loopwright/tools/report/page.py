@@ -140,13 +140,25 @@ def _faults(runs: Sequence[Shown]) -> Iterator[str]:
 def _results(runs: Sequence[Shown]) -> Iterator[str]:
   rows = {run.name: diff.results(run.run) for run in runs if run.run}
   heads = list(dict.fromkeys(name for row in rows.values() for name in row))
-  more = varied(runs)[:_MOST_BINDINGS] if len(runs) > FEW else []
+  more = [row for row in varied(runs) if "-" not in row][:_MOST_BINDINGS]  # all in "Configs"
   values = {run.name: [_number(row[index]) for row in more] for index, run in enumerate(runs, 1)}
   if rows:
+    yield from _best(runs, [name for name, *_ in more], values)
     body = [
-      [name, *(row.get(head, "") for head in heads), *values[name]] for name, row in rows.items()
+      [name, *values[name], *(row.get(head, "") for head in heads)] for name, row in rows.items()
     ]
-    yield table(["run", *heads, *(name for name, *_ in more)], body)
+    yield table(["run", *(name for name, *_ in more), *heads], body)
+
+
+def _best(
+  runs: Sequence[Shown], names: Sequence[str], values: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+  """Yields a card for the run with the best evaluation, if several have the same metric."""
+  found = {run.name: best for run in runs if run.run and (best := run.run.best())}
+  if len(found) > 1 and len({(best.metric, best.mode) for best in found.values()}) == 1:
+    name = min(found, key=lambda name: found[name].place())
+    told = [f"{n} = {value}" for n, value in zip(names, values[name], strict=True)]
+    yield f"<p class=card>{safe('; '.join([f'The best: {name}, {found[name]}', *told]))}</p>"
 
 
 def _number(value: str | float | None) -> str:

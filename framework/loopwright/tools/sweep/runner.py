@@ -19,7 +19,6 @@ from loopwright.host.children import PROGRAM, with_parent
 from loopwright.run_folder import folders
 from loopwright.tools.sweep import space
 
-OUTPUT = "output.txt"
 POLL_S = 0.5
 say = functools.partial(print, flush=True)
 GRACE_S = 120.0
@@ -91,7 +90,7 @@ class Job:
     self.slot, self.folder, self.stopped = slot, folder, False
     self._deadline = math.inf
     os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, OUTPUT), "ab") as output:
+    with open(os.path.join(folder, "output.txt"), "ab") as output:
       self._process = subprocess.Popen(
         [*with_parent(signal.SIGTERM), *line], stdin=subprocess.DEVNULL, stdout=output,
         stderr=subprocess.STDOUT, env={**os.environ, **slot.environment}, pass_fds=[lock],
@@ -117,7 +116,7 @@ class Job:
     """Returns the last line that the process wrote, the signal that ended it, or ""."""
     if status <= 0:
       return f"signal {-status}" if status else ""
-    with open(os.path.join(self.folder, OUTPUT), "rb") as file:
+    with open(os.path.join(self.folder, "output.txt"), "rb") as file:
       file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
       lines = file.read().decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import uuid
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -76,7 +77,9 @@ class Study:
       )
     varied = {each.name: str(each) for each in space}
     now = {**bindings, **varied, "--metric": metric, "--maximize": f"{maximize}"}
-    before = json.loads(self.known.user_attrs.get(OF, "null")) or now
+    kept = self.known.user_attrs  # of earlier versions in three parts
+    parts = [json.loads(kept[name]) for name in ("config", "--vary", "goal", OF) if name in kept]
+    before = {"--maximize": f"{maximize}", **dict(ChainMap(*parts))} if parts else now
     require_same(folder, before, now)
     self.known.set_user_attr(OF, json.dumps(before))
     lists = [each.values for each in space]
