@@ -287,7 +287,7 @@ def test_a_sweep_is_known_by_its_folder_not_by_its_name(capsys):
   Path("s").rename("other")
   capsys.readouterr()
   assert sweep("--vary=x = [1, 3]", *given, "--dir=other") == 2
-  assert "the trials in 'other' has x = [1, 2], now [1, 3]" in capsys.readouterr().err
+  assert "the trials in 'other' have x = [1, 2], now [1, 3]" in capsys.readouterr().err
   assert sweep("--vary=x = [1, 2]", "--dir=other") == 0
   assert [row[3] for row in rows(capsys.readouterr().out)[1:]] == ["complete"] * 2
   Path("other/sweep.db").unlink()
