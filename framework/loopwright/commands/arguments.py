@@ -129,7 +129,7 @@ _OF_MODES: Mapping[str, Sequence[str]] = {
   **dict.fromkeys(LOCAL_FLAGS, LOCAL_MODES),
   "model_dir": (*MODES, "tune"),
   "accept_changes": MODES,
-  **dict.fromkeys(("json", "only", "changed", "time"), ("verify",)),
+  **dict.fromkeys(("json", "only", "time"), ("verify",)),
   "format": ("export",),
 }
 """Flags that are for some of the modes."""
@@ -302,7 +302,7 @@ def _define_run_flags(parser: Parser, modes: Sequence[str]) -> None:
   no_workers = Workers.read("0")
   parser.set_defaults(
     model_dir=None, local_workers=no_workers, local_ps=0, max_restarts=0, json=None,
-    accept_changes=False, format="savedmodel", only=None, changed=False, time=False,
+    accept_changes=False, format="savedmodel", only=None, time=False,
   )  # fmt: skip
   if "model_dir" in takes:
     told = "The run folder, or its URL; default: runs/<name of the first gin file>."
@@ -318,8 +318,6 @@ def _define_run_flags(parser: Parser, modes: Sequence[str]) -> None:
   if "json" in takes:
     parser.text("json", None, "For --mode=verify: a file to write the report to.")
     parser.text("only", None, "Only these groups of checks, such as replicas,inputs.")
-    told = "Only what failed in the report of --json, or all if the task or its config has changed."
-    parser.switch("changed", told)
     parser.switch("time", "Print each group's share of the time.")
   if "format" in takes:
     told = "For --mode=export: others than savedmodel write <model_dir>/model.<ending>."
@@ -335,13 +333,11 @@ def _check_flags(values: argparse.Namespace) -> None:
     raise UsageError("no gin file; add one, for example --gin_file=configs/digits_cnn.gin")
   if values.model_dir == "":
     raise UsageError("--model_dir is empty; give a folder, or leave the flag out")
-  for name in ("json", "only", "changed", "time", "format"):
+  for name in ("json", "only", "time", "format"):
     value, [mode] = getattr(values, name), _OF_MODES[name]
     if value not in (None, False, "savedmodel") and values.mode != mode:
       told = f"--{name}" if value is True else f"--{name}={value}"
       raise UsageError(f"{told} is for --mode={mode}, not {values.mode}; remove it")
-  if values.changed and not values.json:
-    raise UsageError("--changed needs --json=FILE, the report of last time; add it")
   _check_local_flags(values)
 
 

@@ -67,28 +67,19 @@ def check_config(gin_files: Sequence[str], gin_params: Sequence[str]) -> int:
 def verify(values: argparse.Namespace) -> int:
   """Prints the results of the checks of the config in force; returns 1 if any check failed."""
   from loopwright.tools import verify as checks
-  from loopwright.tools.verify import last_report, report
+  from loopwright.tools.verify import report
 
   groups = checks.known_groups(values.only.split(",") if values.only else None)
-  inputs, kept, why = last_report.inputs(), report.Report([]), ""
-  if values.changed:
-    kept, why = last_report.holding(values.json, inputs, groups)
   if values.json:
     _require_writable(values.json)
   with report.shown(len(groups)) as (show, left):
-    if why:
-      show(why)
     made = checks.verify(
-      checks.subject_of_config(), groups=[each for each in groups if each not in kept.shares],
-      together=True, show=show, left=left,
-    )  # fmt: skip
-  whole = report.Report(
-    [*kept.results, *made.results], made.seconds, kept.shares | made.shares, inputs
-  )
-  print("\n\n".join(filter(None, [whole.left_out(), values.time and made.times(), whole.count()])))
+      checks.subject_of_config(), groups=groups, together=True, show=show, left=left
+    )
+  print("\n\n".join(filter(None, [made.left_out(), values.time and made.times(), made.count()])))
   if values.json:
-    Path(values.json).write_text(whole.json())
-  return 1 if whole.failures else 0
+    Path(values.json).write_text(made.json())
+  return 1 if made.failures else 0
 
 
 def _require_writable(path: str) -> None:

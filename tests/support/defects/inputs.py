@@ -1,7 +1,5 @@
 """Mistakes that people make in sources and preprocess(); see test_verify_inputs.py."""
 
-import time
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -326,129 +324,7 @@ class SeedOfTheStep(Right):
     return {**batch, "x": batch["x"] + tf.random.stateless_normal(batch["x"].shape, seed=seed)}
 
 
-STATISTICS, FITTED = "statistics of training alone", "statistics of the evaluation set"
-
-
-@defect(STATISTICS, FITTED, "mean and deviation of 'x' over the evaluation set", '(batch["x"] - ')
-class StandardisedByEvaluation(Right):
-  def __init__(self):
-    x = points("eval")["x"]
-    self.statistics = {"mean": x.mean(axis=0), "std": x.std(axis=0)}
-
-  def preprocess(self, batch, training):
-    mean, std = (tf.constant(self.statistics[name]) for name in ("mean", "std"))
-    return {**batch, "x": (batch["x"] - mean) / std}
-
-
-@defect(STATISTICS, FITTED, "of 'x' that only the evaluation set has", "adapt(")
-class AdaptedToBoth(Right):
-  def build_model(self):
-    scale = keras.layers.Normalization(axis=-1)
-    scale.adapt(np.concatenate([points("train")["x"], points("eval")["x"]]))
-    return network([6], scale, keras.layers.Dense(CLASSES))
-
-
-@defect(STATISTICS, FITTED, "before training reads source('eval')", 'source("eval")')
-class FitsOnEvaluation(Right):
-  def fit(self):
-    first = self.source("eval").fetch(tf.range(4, dtype=tf.int64))
-    return {"mean": np.mean(first["x"], axis=0).tobytes()}
-
-
-@defect(STATISTICS, FITTED, "minimum and maximum of 'x' over both sets", 'batch["x"] - self.low')
-class ScaledByBoth(Right):
-  splits = ("train", "eval")
-
-  def __init__(self):
-    x = np.concatenate([points(split)["x"] for split in self.splits])
-    self.low, self.high = x.min(axis=0), x.max(axis=0)
-
-  def preprocess(self, batch, training):
-    return {**batch, "x": (batch["x"] - self.low) / (self.high - self.low)}
-
-
-WORDS = {"train": [b"red green blue", b"red blue", b"blue"], "eval": [b"Amber red", b"violet blue"]}
-
-
-@defect(STATISTICS, FITTED, "2 values of 'text' that only the evaluation set has", "adapt(")
-class AdaptedToAllWords(Right):
-  """The layer is that of the task; a second one is adapted to numbers."""
-
-  splits = ("train", "eval")
-
-  def words(self, split):
-    return np.resize(np.array(WORDS[split]), len(points(split)["label"]))
-
-  def source(self, split):
-    return ArraySource(features={**points(split), "text": self.words(split)})
-
-  def build_model(self):
-    self.other = keras.layers.Discretization(num_bins=4)
-    self.lookup = keras.layers.TextVectorization(output_sequence_length=3)
-    texts = np.concatenate([self.words(split) for split in self.splits])
-    self.lookup.adapt(texts)
-    return super().build_model()
-
-  def preprocess(self, batch, training):
-    return {name: value for name, value in batch.items() if name != "text"}
-
-
-@defect(STATISTICS, FITTED, "such as 'amber' (asset 'words.txt')", "for split in self.splits")
-class FitsAllWords(AdaptedToAllWords):
-  def vocabulary(self):
-    return {word for split in self.splits for text in WORDS[split] for word in text.lower().split()}
-
-  def fit(self):
-    return {"words.txt": b"\n".join(sorted(self.vocabulary()))}
-
-  def build_model(self):
-    return Right.build_model(self)
-
-
-ELSEWHERE, BY_PROCESS = "the same in another process", "values that differ between processes"
-
-
-@defect(ELSEWHERE, BY_PROCESS, "PYTHONHASHSEED, 'train/bucket'", "hash(str(label))")
-class Hashed(Right):
-  def bucket(self, label):
-    return hash(str(label)) % 97
-
-  def source(self, split):
-    found = points(split)
-    buckets = np.array([self.bucket(label) for label in found["label"]], np.int32)
-    return ArraySource(features={**found, "bucket": buckets})
-
-
-@defect(ELSEWHERE, BY_PROCESS, "working directory and time, 'train/bucket'", "time.time()")
-class ByTheDay(Hashed):
-  def bucket(self, label):
-    return int(time.time() // 86400) % 97 + label
-
-
 # ---- Right ----
-
-
-class SortedSet(Hashed):
-  def bucket(self, label):
-    return sorted({str(number) for number in range(CLASSES)}).index(str(label))
-
-
-class ScaledByTraining(ScaledByBoth):
-  splits = ("train",)
-
-
-class AdaptedToTraining(AdaptedToAllWords):
-  splits = ("train",)
-
-
-class FitsTraining(FitsAllWords):
-  splits = ("train",)
-
-
-class StandardisedByTraining(StandardisedByEvaluation):
-  def __init__(self):
-    x = points("train")["x"]
-    self.statistics = {"mean": x.mean(axis=0), "std": x.std(axis=0)}
 
 
 class Episodes(Right):

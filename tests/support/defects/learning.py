@@ -22,7 +22,7 @@ class WrongSign(Small):
     return Loss.from_examples(-self.errors(outputs, batch), batch["weight"])
 
 
-@defect(HEART, CANNOT, "build_model")
+@defect(HEART, CANNOT, "")
 class ReLUOutputs(Small):
   """A ReLU where the output has to be negative for some."""
 
@@ -79,7 +79,6 @@ class Clipped(Small):
     return -tf.minimum(ratio * gain, tf.clip_by_value(ratio, 0.8, 1.2) * gain)
 
 
-@defect(HEART, CANNOT, "errors")
 class TwiceSoftmax(Classes):
   """Probabilities in place of logits: what remains of the loss is no floor of the task's."""
 
@@ -89,14 +88,12 @@ class TwiceSoftmax(Classes):
     return super().errors(tf.nn.softmax(outputs), batch)
 
 
-@defect(HEART, CANNOT, "errors")
 class TwiceSigmoid(Small):
   def errors(self, outputs, batch):
     positive = tf.cast(batch["y"] > 0, tf.float32)
     return tf.nn.sigmoid_cross_entropy_with_logits(positive, tf.sigmoid(outputs))
 
 
-@defect(HEART, CANNOT, "Classes.errors")
 class Blind(Classes):
   """The outputs are the same for all examples: their gradients vanish only in the sum."""
 

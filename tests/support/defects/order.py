@@ -1,6 +1,7 @@
 """Steps whose verbs are out of order; the first four are defects of replicas too."""
 
 import functools
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -13,6 +14,7 @@ from defects.replicas import (
   ReducedTwice,
 )
 from defects.small import Small, Written, planted
+from loopwright.optimizers.loss_scale import dynamic
 
 DEFECTS, defect = planted()
 """Of a task: the check that fails, its cause, the method whose line is named."""
@@ -25,9 +27,35 @@ defect(PIPELINE, OWN_CHECK, "reduced")(LooksAtOwnGradients)
 
 @defect(PIPELINE, "never unscaled", WRITTEN)
 class NeverUnscaled(Written):
+  options: ClassVar = {"loss_scale": dynamic}
+
   def reduced(self, step, gradients, local):
     gradients, loss = step.all_reduce(gradients, local)
     return [g / loss.weight for g in gradients], loss
+
+
+@defect(PIPELINE, "clipped while scaled", "reduced")
+class ClipsScaled(Written):
+  """The sums over all examples are clipped while they have the loss scale in them."""
+
+  options: ClassVar = {"loss_scale": dynamic}
+
+  def reduced(self, step, gradients, local):
+    gradients, loss = step.all_reduce(gradients, local)
+    gradients, _ = tf.clip_by_global_norm(list(gradients), 1.0)
+    return step.unscale(gradients, loss), loss
+
+
+class DividesItself(NeverUnscaled):
+  """Right: the update of one replica, and no loss scale to divide by."""
+
+  options: ClassVar = {}
+
+
+class ClipsSums(ClipsScaled):
+  """Right: there is no loss scale, and two replicas make the update of one."""
+
+  options: ClassVar = {}
 
 
 @defect(PIPELINE, "perturbed by the gradients of one replica", "train_step")

@@ -5,29 +5,26 @@
 checks/ has one module per group of the registry, with `check(subject) -> results`; docs/verify.md
 explains each check. padding.py and own_optimizer.py are parts of the group "replicas",
 augmentation.py of "randomness", contents.py of "inputs". report.py holds the results,
-consequences.py says which failures follow from others, side_by_side.py runs groups in forks,
-last_report.py says which results still hold. bench/ has the tools of the checks:
+consequences.py says which failures follow from others, side_by_side.py runs groups in forks.
+bench/ has the tools of the checks:
 
     bench.py          the user's Trainer on 1 to N logical CPUs, one step at a time
     comparison.py     the step on one replica, and how others differ from it
     explanations.py   known mistakes, and the update that each predicts
     evaluated.py      a task's evaluation on 1 to N logical CPUs
+    recorded_step.py  operations, communications, verbs and new variables of a step
     row_influence.py  the line where one row changes what is computed for another
     longer_rows.py    the same examples, padded further
     documents.py      rows of a source with one document, or the padding, changed
     per_token.py      what a task computes for each token, and where tokens meet
     finite_differences.py  a gradient beside the change of the loss
     loss_graph.py     where the loss stops, replaces and passes gradients
-    made_variables.py variables that the model does not have
     harness.py        a Trainer as `run` makes it, with its input, in loops
     shared_noise.py   noise that does not differ between the steps that are compared
     layer_calls.py    which models a step calls in training mode
     random_draws.py   which operations draw, and where
     survey.py         digests of examples
-    fitted.py         statistics and words of the evaluation set among what a task keeps
-    other_process.py  whether another process makes the same examples
     held_state.py     state of a task outside of its checkpoint
-    recording.py      the verbs that a step calls, and on which gradients
     source_lines.py   the line of the user's code behind a finding
 """
 

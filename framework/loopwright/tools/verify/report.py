@@ -99,13 +99,11 @@ class Report:
     results: of all groups, in order.
     seconds: the duration.
     shares: group -> its seconds; several may have run at a time.
-    inputs: what the results depend on; see last_report.py.
   """
 
   results: list[Result]
   seconds: float = 0.0
   shares: dict[str, float] = dataclasses.field(default_factory=dict)
-  inputs: dict[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def failures(self) -> list[Result]:
@@ -148,10 +146,10 @@ class Report:
     return f"{counts} in {self.seconds:.0f} s"
 
   def json(self) -> str:
-    """Returns the report as a JSON object: seconds, failed (a count), results, shares, inputs."""
+    """Returns the report as a JSON object: seconds, failed (a count), results, shares."""
     found = [dataclasses.asdict(result) for result in self.results]
     report = {"seconds": self.seconds, "failed": len(self.failures), "results": found}
-    report |= {"shares": self.shares, "inputs": self.inputs}
+    report |= {"shares": self.shares}
     return json.dumps(report, indent=2, default=float) + "\n"
 
 

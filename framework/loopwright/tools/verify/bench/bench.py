@@ -355,8 +355,39 @@ def _set_policy(policy: str) -> None:
   lazy_keras.when_tf_keras_loads(lambda: tf_keras.mixed_precision.set_global_policy(policy))
 
 
-def strategy_of(replicas: int) -> tf.distribute.Strategy:
+class Communications(tf.distribute.ReductionToOneDevice):
+  """Tells of each sum over replicas what the first one gives and gets.
+
+  Attributes:
+    told: called with tensors and results; None does not.
+  """
+
+  told: Callable[[list[tf.Tensor], list[tf.Tensor]], None] | None = None
+
+  def batch_reduce_implementation(self, reduce_op: Any, pairs: Any, options: Any) -> Any:
+    """As `ReductionToOneDevice` does it."""
+    results = super().batch_reduce_implementation(reduce_op, pairs, options)
+    if self.told is not None:
+      self.told([_first(given) for given, _ in pairs], [*map(_first, results)])
+    return results
+
+
+def _first(value: Any) -> Any:
+  return getattr(value, "values", [value])[0]
+
+
+def strategy_of(
+  replicas: int,
+  *,
+  communications: Communications | None = None,
+  kind: type[tf.distribute.Strategy] = tf.distribute.MirroredStrategy,
+) -> tf.distribute.Strategy:
   """Returns a strategy with this many logical CPUs.
+
+  Args:
+    replicas: how many.
+    communications: sums over several; None makes some.
+    kind: of the strategy of several.
 
   Raises:
     ConfigError: TensorFlow has started with fewer.
@@ -369,9 +400,7 @@ def strategy_of(replicas: int) -> tf.distribute.Strategy:
       f"verification on {replicas} replicas needs as many logical CPUs, but TensorFlow has started "
       f"with {len(devices)}; call loopwright.strategies.factories.split_cpu({MOST_REPLICAS}) first."
     )
-  return tf.distribute.MirroredStrategy(
-    devices[:replicas], cross_device_ops=tf.distribute.ReductionToOneDevice()
-  )
+  return kind(devices[:replicas], cross_device_ops=communications or Communications())
 
 
 def _no_dataset(position: int) -> tf.data.Dataset:

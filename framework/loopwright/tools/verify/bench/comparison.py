@@ -15,7 +15,7 @@ from loopwright.graphs import operations as graphs
 from loopwright.tools.verify.bench import (
   bench,
   random_draws,
-  recording,
+  recorded_step,
   row_influence,
   source_lines,
 )
@@ -118,9 +118,9 @@ class Comparison:
     return row_influence.of_step(self.subject)
 
   @functools.cached_property
-  def calls(self) -> Sequence[recording.Call]:
+  def calls(self) -> Sequence[recorded_step.Call]:
     """The verbs that a traced step calls."""
-    return recording.record(self.subject)[0].calls
+    return recorded_step.record(self.subject)[0].calls
 
   def coupled(self) -> bool:
     """Whether the update of an example depends on others, so that micro-batches change it."""

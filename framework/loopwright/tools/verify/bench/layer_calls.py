@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import tensorflow as tf
 
+from loopwright.graphs import operations as graphs
 from loopwright.graphs.aliases import Layer, Model
 from loopwright.host import lazy_keras
 from loopwright.models import models
@@ -19,11 +22,41 @@ LAYERS = ("Dropout", "GaussianNoise", "Random")
 
 
 class Call(NamedTuple):
-  """A call of a layer: what it got and returned, and the frames, (file, line, function)."""
+  """A call of a layer: what it got and returned, and the frames, (file, line, function).
+
+  Attributes:
+    layer: the layer.
+    masks: those of Keras that came with what it got.
+    args, options: what it got.
+  """
 
   inputs: list[Any]
   outputs: list[Any]
   frames: list[tuple[str, int, str]]
+  layer: Any = None
+  masks: Sequence[Any] = ()
+  args: tuple[Any, ...] = ()
+  options: Mapping[str, Any] = MappingProxyType({})
+
+  @property
+  def taking(self) -> list[str]:
+    """The arguments by which the layer takes the mask of what it gets."""
+    known = inspect.signature(self.layer.call).parameters
+    return [name for name in ("mask", "query_mask", "value_mask") if name in known]
+
+  @property
+  def loses_mask(self) -> bool:
+    """Whether each row still has its places, but not the mask that came with them."""
+    lost = self.masks and not any(_mask_of(each) is not None for each in self.outputs)
+    alike = self.outputs and self.outputs[0].shape[:2] == self.inputs[0].shape[:2]
+    return bool(lost and alike and not self.taking and not hasattr(self.layer, "layers"))
+
+  @property
+  def misses_mask(self) -> bool:
+    """Whether the layer could use a mask, and gets none."""
+    given = [name for name, value in self.options.items() if "mask" in name and value is not None]
+    single = len(self.inputs) == 1 or "value_mask" in self.taking
+    return bool(self.taking and single and not self.masks and not given)
 
 
 class Calls:
@@ -46,14 +79,30 @@ class Calls:
     """Returns the calls of a layer."""
     return self._calls.get(id(layer), [])
 
+  def lost_masks(self) -> list[tuple[Call, Call]]:
+    """Returns calls that lose a mask, each with a later one that could have used it."""
+    every = [call for calls in self._calls.values() for call in calls]
+    ends = [call for call in every if call.misses_mask]
+    pairs = []
+    for start in (call for call in every if call.loses_mask):
+      after = set[str]().union(*map(graphs.computed_from, start.outputs))
+      for end in ends:
+        alike = end.inputs[0].shape[:2] == start.outputs[0].shape[:2]
+        if alike and any(tensor.op.name in after for tensor in end.inputs):
+          pairs.append((start, end))
+    return pairs
+
   def note(
-    self, layer: Layer, args: tuple[Any, ...], options: dict[str, Any], outputs: Any
-  ) -> None:
+    self, layer: Layer, args: tuple[Any, ...], options: dict[str, Any], masks: Sequence[Any],
+    outputs: Any,
+  ) -> None:  # fmt: skip
     """Adds a call."""
     if options.get("training") is True or any(value is True for value in args[1:]):
       self._in_training.add(id(layer))
     frames, inputs = source_lines.frames(but=__file__), tf.nest.flatten((args, options))
-    self._calls.setdefault(id(layer), []).append(Call(inputs, tf.nest.flatten(outputs), frames))
+    inputs = [*filter(tf.is_tensor, inputs)]
+    made = Call(inputs, tf.nest.flatten(outputs), frames, layer, masks, args, options)
+    self._calls.setdefault(id(layer), []).append(made)
 
 
 @contextlib.contextmanager
@@ -63,8 +112,9 @@ def watch() -> Iterator[Calls]:
 
   def noted(call: Callable[..., Any]) -> Callable[..., Any]:
     def called(self: Any, *args: Any, **options: Any) -> Any:
+      masks = [*filter(_known, map(_mask_of, tf.nest.flatten((args, options))))]
       outputs = call(self, *args, **options)
-      calls.note(self, args, options, outputs)
+      calls.note(self, args, options, masks, outputs)
       return outputs
 
     return called
@@ -82,6 +132,14 @@ def watch() -> Iterator[Calls]:
       stack.enter_context(mock.patch.object(kind, "__call__", noted(kind.__call__)))
       stack.enter_context(mock.patch.object(kind, "losses", read(kind.losses)))
     yield calls
+
+
+def _mask_of(tensor: Any) -> Any:
+  return getattr(tensor, "_keras_mask", None)
+
+
+def _known(value: Any) -> bool:
+  return value is not None
 
 
 def normalisations(model: Model, *, trainable: bool = False) -> list[Any]:

@@ -25,11 +25,6 @@ STEPWISE = frozenset(
 )  # fmt: skip
 """Operations that pass no gradient: who replaces the gradient of one does so on purpose."""
 _STOPS = STEPWISE | {"StopGradient", "PreventGradient", "Shape", "Size"}
-_ACTIVATIONS = ("Softmax", "Sigmoid", "Tanh", "Relu", "Relu6")
-_ENDS = ("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits", "Softmax", "Exp",
-         "LogSoftmax")  # fmt: skip
-_SHAPED = ("Identity", "Reshape", "Squeeze", "Cast", "StridedSlice", "Neg", "Abs", "Select",
-           "SelectV2")  # fmt: skip
 _TENSORFLOW = tf.__file__.rpartition("/")[0]
 _UNCHANGED = ("ReadVariableOp", "Identity", "Cast")
 _NARROW = (tf.float32, tf.float16, tf.bfloat16)
@@ -114,6 +109,11 @@ class LossGraph:
         own, others = own or place, others or not place
     return own if others else ""
 
+  @property
+  def loses_masks(self) -> bool:
+    """Whether a layer loses a mask that a later one could have used."""
+    return bool(self._layers.lost_masks())
+
   def end(self, variable: Variable, task: Any) -> str:
     """Returns the line of the operation that passes no gradient to a variable; "" if none is."""
     ahead = _ahead(self._handle(variable))
@@ -150,6 +150,38 @@ class LossGraph:
     """Returns a variable's handle inside of the graph, if the loss reads it."""
     inner = self._inside.get(id(getattr(models.raw(variable), "handle", None)))
     return [] if inner is None else [inner]
+
+
+def lost_masks(loss_fn: Callable[[Any], Any], batch: Any, task: Any) -> tuple[str, str, str] | None:
+  """Returns the layer that loses a mask, one that gives another result with it, and a line.
+
+  The line is that of the first one's result, in the user's code.
+  """
+  found: list[tuple[layer_calls.Call, layer_calls.Call]] = []
+
+  def traced(given: Any) -> list[tf.Tensor]:
+    with layer_calls.watch() as calls:
+      loss_fn(given)
+    found.extend(calls.lost_masks())
+    return [_apart(start, end) for start, end in found]
+
+  changes = tf.function(traced, autograph=False)(batch)
+  for (start, end), change in zip(found, changes, strict=True):
+    if change > 1e-4:
+      place = source_lines.of_operation(start.outputs[0].op, task)
+      return start.layer.name, end.layer.name, place
+  return None
+
+
+def _apart(start: layer_calls.Call, end: layer_calls.Call) -> tf.Tensor:
+  """Returns how much a layer's result changes with a mask that was lost, relative to its size."""
+  given = dict.fromkeys(end.taking, start.masks[0])
+  options = {**end.options, "training": False} if "training" in end.options else end.options
+  without, masked = (
+    tf.nest.flatten(end.layer(*end.args, **{**options, **more}))[0] for more in ({}, given)
+  )
+  size = tf.reduce_max(tf.abs(without)) + 1e-9
+  return tf.reduce_max(tf.abs(masked - without)) / size
 
 
 def cancels(loss_fn: Callable[[Any], Any], batch: Any, variables: Sequence[Variable]) -> list[bool]:
@@ -217,28 +249,6 @@ def division(graph: tf.Graph, task: Any) -> str:
       if place and kinds & {"Sum", "Where", "Size"} and not kinds & {"ReadVariableOp"}:
         return place
   return ""
-
-
-def squashed(graph: tf.Graph, task: Any, batch: Any) -> bool:
-  """Whether an activation makes what a softmax, a cross-entropy or an exp gets, or all outputs.
-
-  Args:
-    graph: of the step.
-    task: whose `forward` is traced, if it can be.
-    batch: of the step.
-  """
-  ends = [op.inputs[0] for op in graphs.operations(graph) if op.type in _ENDS]
-  outputs: list[tf.Tensor] = []
-  with contextlib.suppress(Exception):
-    forward = tf.function(lambda rows: task.forward(rows, True), autograph=False)
-    outputs = forward.get_concrete_function(batch).graph.outputs
-  return any(map(_is_activation, ends)) or (bool(outputs) and all(map(_is_activation, outputs)))
-
-
-def _is_activation(tensor: tf.Tensor) -> bool:
-  while tensor.op.type in _SHAPED:
-    tensor = tensor.op.inputs[-1 if "Select" in tensor.op.type else 0]
-  return tensor.op.type in _ACTIVATIONS
 
 
 def _uneven(like: tf.Tensor, number: int) -> tf.Tensor:

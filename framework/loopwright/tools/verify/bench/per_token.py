@@ -10,10 +10,10 @@ import tensorflow as tf
 from loopwright.graphs.autograph import converted
 from loopwright.models import models
 from loopwright.task import Task
-from loopwright.tools.verify.bench import evaluated, row_influence, source_lines
+from loopwright.tools.verify.bench import evaluated, recorded_step, row_influence, source_lines
 from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.evaluated import Evaluated
-from loopwright.tools.verify.bench.row_influence import Operation
+from loopwright.tools.verify.bench.recorded_step import Operation
 
 _ROUNDING, _INFLUENCE = 2e-6, 2e-5
 _MASK_VALUES = 3
@@ -93,7 +93,7 @@ class PerToken:
     """
     runs = []
     for batch in (one, other):
-      with row_influence.watched(self.task) as seen:
+      with recorded_step.watched(self.task) as seen:
         self.outputs(batch)
       runs.append(seen)
     pairs = list(zip(*runs, strict=False))

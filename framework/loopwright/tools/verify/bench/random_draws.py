@@ -15,10 +15,9 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import func_graph
 
 from loopwright.errors import is_the_frameworks
-from loopwright.tools.verify.bench import source_lines
+from loopwright.tools.verify.bench import recorded_step, source_lines
 
 _RANDOM = re.compile(
   r"Random|Multinomial|TruncatedNormal|SampleDistortedBoundingBox|RngReadAndSkip"
@@ -141,24 +140,18 @@ def watch(owner: Any) -> Iterator[Watched]:
     owner: its NumPy and Python generators are watched too, with the global ones.
   """
   watched, before = Watched(), _states(owner)
-  create = func_graph.FuncGraph._create_op_internal  # noqa: SLF001
   default_rng = np.random.default_rng
-
-  def recorded(self: Any, op_type: str, *args: Any, **options: Any) -> tf.Operation:
-    made = create(self, op_type, *args, **options)
-    if is_random(op_type):
-      watched.draws += _draw(made, owner)
-    return made
 
   def unseeded(*args: Any, **options: Any) -> np.random.Generator:
     watched.in_python |= not args and not options
     return default_rng(*args, **options)
 
   with (
-    mock.patch.object(func_graph.FuncGraph, "_create_op_internal", recorded),
+    recorded_step.traced(is_random) as seen,
     mock.patch.object(np.random, "default_rng", unseeded),
   ):
     yield watched
+  watched.draws = [draw for operation in seen for draw in _draw(operation, owner)]
   watched.in_python |= _states(owner) != before
 
 

@@ -8,41 +8,18 @@ batch. Shapes and transpositions do not matter, and code in the user's own layer
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
-from tensorflow.python.framework import op_callbacks
 
-from loopwright.tools.verify.bench import source_lines
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Rows, Subject
+from loopwright.tools.verify.bench.recorded_step import Operation, watched
 
 PRIMES = (17, 19, 23, 29, 31, 37, 41, 43, 47)
 _REDUCTIONS = ("Mean", "Sum", "Max", "Min", "Prod", "TopKV2", "Bincount", "DenseBincount", "Cumsum")
 _CHANGE = 1e-4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Operation:
-  """What an eager operation did.
-
-  Attributes:
-    kind: its type.
-    inputs, outputs: the tensors, by id.
-    elements: of its largest input.
-    values: of the outputs that are numbers.
-    place: the user's line that made it; "" if none did.
-  """
-
-  kind: str
-  inputs: list[int]
-  outputs: list[int]
-  elements: int
-  values: list[np.ndarray]
-  place: str
 
 
 class Meeting(NamedTuple):
@@ -100,42 +77,6 @@ def _replaced(rows: Rows, row: int, offset: int) -> Rows:
   source = np.where(np.arange(count) == row, (row + offset) % count, np.arange(count))
   kept = ("weight", "example_id")
   return {n: v if n.rpartition("/")[2] in kept else v[source] for n, v in rows.items()}
-
-
-@contextlib.contextmanager
-def watched(task: Any) -> Iterator[list[Operation]]:
-  """Yields a list of the eager operations inside the context, as they come."""
-  seen: list[Operation] = []
-  alive: list[Any] = []  # so that no two tensors have the same id
-
-  def watch(
-    op_type: str, inputs: Sequence[Any], attrs: Any, outputs: Sequence[Any],
-    op_name: Any = None, graph: tf.Graph = None,
-  ) -> None:  # fmt: skip
-    del attrs, op_name
-    if graph is not None:
-      return
-    alive.extend((*inputs, *outputs))
-    place = source_lines.of_frames(source_lines.frames(but=__file__), task)
-    values = [out.numpy() for out in outputs if _is_number(out)]
-    seen.append(
-      Operation(
-        kind=op_type, inputs=[id(each) for each in inputs], outputs=[id(each) for each in outputs],
-        elements=max((int(np.prod(i.shape)) for i in inputs if hasattr(i, "shape")), default=0),
-        values=values, place=place,
-      )
-    )  # fmt: skip
-
-  op_callbacks.add_op_callback(watch)
-  try:
-    yield seen
-  finally:
-    op_callbacks.remove_op_callback(watch)
-
-
-def _is_number(tensor: Any) -> bool:
-  dtype = getattr(tensor, "dtype", tf.string)
-  return dtype.is_floating or dtype.is_integer or dtype.is_bool
 
 
 def _first(one: list[Operation], other: list[Operation], count: int, row: int) -> Meeting:

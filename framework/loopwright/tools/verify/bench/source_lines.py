@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,6 @@ def _first(methods: Iterable[Callable[..., Any]], texts: Sequence[str]) -> str:
   code = [(method, list(_code(method))) for method in methods]
   found = ((m, n) for text in texts for m, lines in code for n, line in lines if text in line)
   return next((_told(method, number) for method, number in found), "")
-
-
-def matching(functions: Iterable[Callable[..., Any]], pattern: str) -> str:
-  """Returns the first line of some functions in which a pattern is found; "" if none is."""
-  found = ((f, n) for f in functions for n, line in _code(f) if re.search(pattern, line))
-  return next((_told(function, number) for function, number in found), "")
 
 
 def _code(function: Callable[..., Any]) -> Iterator[tuple[int, str]]:

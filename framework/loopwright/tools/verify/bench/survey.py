@@ -270,7 +270,8 @@ class Column:
     count: finite elements; `total`, `squares`, `low` and `high` are over these.
     bad_example: id of the first example with an element that is not finite, or None.
     alone: number of batches in which all examples are equal.
-    values: the values that occur, for integers with one element per example.
+    values: how often each value occurs, for integers with one element per example.
+    weighed: the sum of the weights of the examples with each of these values.
   """
 
   dtype: np.dtype
@@ -285,7 +286,8 @@ class Column:
   not_finite: int = 0
   bad_example: int | None = None
   alone: int = 0
-  values: set[int] = dataclasses.field(default_factory=set)
+  values: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+  weighed: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
   @property
   def numeric(self) -> bool:
@@ -307,14 +309,19 @@ class Column:
     """Standard deviation of all finite elements."""
     return math.sqrt(max(0.0, self.squares / max(1, self.count) - self.mean**2))
 
+  def weigh(self, values: np.ndarray, weights: np.ndarray) -> None:
+    """Counts the values [n] of integers, and adds up the weights of their examples."""
+    if self.integer and values.ndim == 1 and len(self.values) < 10_000:
+      for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        self.values[value] += 1
+        self.weighed[value] += weight
+
   def add(self, values: np.ndarray, ids: np.ndarray) -> None:
     """Adds rows [n, ...] of the examples `ids` [n]."""
     self.constant = self.constant and same(values, self.first)
     if not self.numeric or not len(values):
       return
     self.alone += same(values, values[:1])
-    if self.integer and values.ndim == 1 and len(self.values) < 10_000:
-      self.values.update(np.unique(values).tolist())
     finite = np.isfinite(values)
     if not finite.all():
       self.not_finite += int((~finite).sum())
@@ -363,6 +370,7 @@ class Survey:
     self.first = self.first or batch
     self.batches += 1
     self.examples += len(ids)
+    new = np.array([each not in self.counts for each in ids.tolist()], bool)
     self.counts.update(ids.tolist())
     low, high = self.weights
     self.weights = min(low, float(weight.min())), max(high, float(weight.max()))
@@ -372,13 +380,14 @@ class Survey:
     counted = weight > 0
     reserved = {f"{prefix}{name}" for prefix in prefixes(batch) for name in RESERVED}
     for name in sorted(batch.keys() - reserved):
-      self._add_column(name, batch, counted)
+      self._add_column(name, batch, counted, new)
 
-  def _add_column(self, name: str, batch: Rows, counted: np.ndarray) -> None:
+  def _add_column(self, name: str, batch: Rows, counted: np.ndarray, new: np.ndarray) -> None:
     value, ids = batch[name][counted], batch["example_id"][counted]
     if not len(value):
       return
     column = self.columns.setdefault(name, Column(value.dtype, value.shape[1:], value[:1]))
+    column.weigh(batch[name][new], batch["weight"][new])
     if column.integer and value.ndim <= 2 and value.size:
       extremes = {"low": value.min(), "high": value.max()}
       further = {"low": extremes["low"] < column.low, "high": extremes["high"] > column.high}

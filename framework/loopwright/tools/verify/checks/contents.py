@@ -35,6 +35,11 @@ FROM_ONE = Explanation(
   remedy="subtract 1 from the labels",
   containing=OUT_OF_RANGE.containing,
 )
+WHOLE = Explanation(
+  cause="weights divided as whole numbers",
+  remedy="divide with /, not with //, and cast to float before: examples of a class with weight 0 "
+  "are never learned",
+)
 NOT_SCALED = Explanation(
   cause="inputs are not scaled",
   remedy="scale it to about mean 0 and standard deviation 1 in preprocess(): pixels / 255, or "
@@ -65,6 +70,7 @@ class Contents:
     yield self._label_range(labels)
     yield self._label_order(labels)
     yield self._scale(labels)
+    yield from self._balance(labels)
 
   def _weights(self) -> Result:
     name, (low, high) = "weights", self.survey.weights
@@ -161,6 +167,26 @@ class Contents:
     told = f"{labels.name!r} is {column.low:.0f} to {column.high:.0f} of {classes}"
     return GROUP.passed(name, told)
 
+  def _balance(self, labels: Labels) -> Iterator[Result]:
+    """Finds weights of classes that are whole parts of those that balance them, some of them 0."""
+    column = self.survey.columns.get(labels.name or "")
+    if column is None or not self._whole_epoch or set(column.values) != set(range(labels.classes)):
+      return
+    counts = np.array([column.values[each] for each in range(labels.classes)])
+    whole = counts.sum() // (labels.classes * counts)
+    if whole.all() or len(set(whole[whole > 0].tolist())) < 2:
+      return
+    of_rows = np.array([column.weighed[each] for each in range(labels.classes)]) / counts
+    first = int(np.argmin(whole))
+    if of_rows[first] and labels.pull(first) != 0:
+      return
+    pulls = of_rows * [labels.pull(each) for each in range(labels.classes)]
+    if np.allclose(pulls / pulls.max(), whole / whole.max(), rtol=0.0, atol=1e-4):
+      told = f"of {labels.name!r} 0 to {labels.classes - 1}, with {_listed(counts)} examples, the "
+      told += f"loss counts each {_listed(whole)} times: the whole parts of "
+      told += _listed(counts.sum() / (labels.classes * counts))
+      yield GROUP.explained("weights of classes", told, WHOLE)
+
   def _label_order(self, labels: Labels) -> Result:
     name = "labels in mixed order"
     stream = isinstance(self.source, StreamSource)
@@ -205,6 +231,10 @@ class Contents:
         told += f"(chance: {chance:.3g})"
         return GROUP.explained(name, told, NOT_SCALED, place, values=values)
     return GROUP.passed(name, f"{told}; the first loss does not suffer")
+
+
+def _listed(numbers: np.ndarray) -> str:
+  return ", ".join(f"{number:.3g}" for number in numbers[:6]) + (", .." if len(numbers) > 6 else "")
 
 
 def _quoted(name: str) -> tuple[str, str]:
@@ -293,6 +323,19 @@ class Labels:
       if column.integer and column.shape == probe.outputs.shape[1:-1] and self._is_label(name):
         self.name = self.name or name
         self._judge(name, column, survey)
+
+  def pull(self, value: int) -> float:
+    """Returns how much the loss of a class pulls at outputs that are all alike; NaN if unknown."""
+    assert self.name is not None
+    rows = {**self._with(self.name, value), "weight": np.ones_like(self.probe.rows["weight"])}
+    outputs = tf.zeros_like(self.probe.outputs)
+    try:
+      with tf.GradientTape() as tape:
+        tape.watch(outputs)
+        total = evaluated.loss(self.probe.bench, outputs, rows).total
+      return float(tf.norm(tape.gradient(total, outputs)))
+    except (ValueError, tf.errors.InvalidArgumentError):
+      return math.nan
 
   def _is_label(self, name: str) -> bool:
     low, high = self._with(name, 0), self._with(name, self.classes - 1)

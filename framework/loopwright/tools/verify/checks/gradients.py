@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -28,14 +27,15 @@ from loopwright.models import models
 from loopwright.step import Step
 from loopwright.tools.verify.bench import (
   bench,
-  layer_calls,
   loss_graph,
-  made_variables,
+  recorded_step,
   source_lines,
 )
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject, under
 from loopwright.tools.verify.bench.finite_differences import TOLERANCE, compare
 from loopwright.tools.verify.bench.loss_graph import Calls, LossGraph
+from loopwright.tools.verify.checks import moves
+from loopwright.tools.verify.checks.moves import Moves
 from loopwright.tools.verify.report import Explanation, Group, Result
 
 GROUP = Group("gradients")
@@ -93,11 +93,6 @@ WRONG = Explanation(
   "gradient than its own",
   containing=("custom_gradient", "py_function"),
 )
-LEFT_OUT = Explanation(
-  cause="average that leaves out variables",
-  remedy="follow all weights of the network, also what batch normalisation keeps: zip("
-  "slow.weights, fast.weights)",
-)
 
 
 @dataclasses.dataclass
@@ -132,6 +127,9 @@ class GradientNotes:
   """Variables without a gradient -> the line of what passes none, if the loss uses them."""
   twice: str = ""
   """The line that adds penalties of layers, which are also added by `Task.regularization`."""
+  moves: Moves = dataclasses.field(default_factory=Moves)
+  masks: tuple[str, str, str] | None = None
+  """A layer that loses a mask, one that would have used it, and the line."""
   unused: str = ""
   """The first line with a custom gradient whose result is thrown away."""
   changed: set[str] = dataclasses.field(default_factory=set)
@@ -158,7 +156,7 @@ def check(subject: Subject) -> list[Result]:
   still = [n for n, norm in seen.norms.items() if norm == 0 and n not in seen.not_finite]
   zero = [name for name in still if name not in seen.cancelled]
   count = _variables(len(seen.norms))
-  note = f"; that of {_named(still)} cancels, as in a loss of differences" if still else ""
+  note = f"; that of {moves.named(still)} cancels, as in a loss of differences" if still else ""
   end = next((seen.ends[name] for name in missing if name in seen.ends), "")
   results = [
     _in_model(task, seen.outside),
@@ -167,8 +165,10 @@ def check(subject: Subject) -> list[Result]:
     _verdict(task, "every variable has a gradient", missing, count, MISSING, end),
     _verdict(task, "no gradient is zero", zero, f"{count}, after {STEPS_BEFORE} steps{note}", ZERO),
     _verdict(task, "gradients are finite", sorted(seen.not_finite), count, NOT_FINITE),
-    _still(here, seen),
-    _averages(here, seen),
+    moves.still(here, seen.noisy, seen.changed),
+    moves.follow(here, seen.changed),
+    *seen.moves.results(),
+    *moves.masks(seen.masks),
     _differences(task, seen),
   ]
   if seen.twice:
@@ -185,7 +185,7 @@ def check(subject: Subject) -> list[Result]:
 def look(subject: Subject) -> tuple[GradientNotes, Bench]:
   """Runs one step eagerly; returns notes on its gradients, and the bench of the steps before it."""
   rows = 4 * subject.accumulation_steps
-  with made_variables.noted() as made:
+  with recorded_step.variables_made() as made:
     compiled = Bench(subject, rows=rows, always=True)
     built = len(made)
     # With equal weights, losses such as |x| can have a gradient of exactly 0.
@@ -193,8 +193,8 @@ def look(subject: Subject) -> tuple[GradientNotes, Bench]:
     start = compiled.read()
     for _ in range(STEPS_BEFORE):
       compiled.step(batch)
-  outside = made_variables.outside(made, compiled)
-  if outside and outside[-1] < built and not made_variables.read_by_step(subject, outside, rows):
+  outside = recorded_step.outside_of_model(made, compiled)
+  if outside and outside[-1] < built and not recorded_step.read_by_step(subject, outside, rows):
     outside = []  # made for something else, such as a larger model that this one is a part of
   values = compiled.read()
   more = functools.cache(lambda: bench.weighted(subject.rows(compiled.task, MORE * rows)))
@@ -249,7 +249,7 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
     def gradients(
       self, loss_fn: Any, batch: Any, variables: Sequence[Variable], *, when: Any = None
     ) -> Any:
-      del when  # look at the update as if it were due
+      seen.moves.sometimes |= when is not None  # but look at the update as if it were due
       try:
         gradients, loss = super().gradients(loss_fn, batch, variables)
       except ConfigError as error:
@@ -287,6 +287,9 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       without = [v for g, v in zip(gradients, variables, strict=True) if g is None]
       seen.ends |= {models.name(v): end for v in without if (end := graph.end(v, task))}
       seen.calls.setdefault(owner, graph.calls(task.model))
+      with contextlib.suppress(Exception), self.record.collected():
+        if graph.loses_masks and seen.masks is None:
+          seen.masks = loss_graph.lost_masks(loss_fn, batch, task)
       return gradients, loss
 
     def gradients_of(self, tape: tf.GradientTape, loss: Loss, variables: Sequence[Variable]) -> Any:
@@ -298,8 +301,17 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       self, gradients: Sequence[Gradient], finite: tf.Tensor, optimizer: str = "default"
     ) -> None:
       pairs = [*zip(self.variables(optimizer), gradients, strict=True)]
+      if finite and not int(self.number):
+        seen.moves.update(optimizer, pairs)
       with _applied(seen, pairs, first=not int(self.number)):
         super().apply(gradients, finite, optimizer)
+
+    def assign(self, variable: Variable, value: Any, *, when: Any = None) -> None:
+      if when is None and not int(self.number):
+        place = source_lines.of_frames(source_lines.frames(but=__file__), task)
+        trained = [v for one in self.parts.optimizers.values() for v in one.variables]
+        seen.moves.assign(variable, value, trained, place)
+      super().assign(variable, value, when=when)
 
   return Looking
 
@@ -403,14 +415,14 @@ def _in_model(task: Any, outside: Mapping[str, str]) -> Result:
   name = "every variable is in the model"
   if not outside:
     return GROUP.passed(name, "no other is made")
-  told = f"{_named(list(outside))}: read by the step, not trained and not saved"
+  told = f"{moves.named(list(outside))}: read by the step, not trained and not saved"
   place = source_lines.qualified(next(iter(outside.values())), task)
   return GROUP.explained(name, told, OUTSIDE, place)
 
 
 def _owned(here: Bench) -> Result:
   """Checks that each trainable variable has an optimizer, or is set by `step.assign`."""
-  owned = _owned_ids(here) | {id(variable) for variable in here.trainer.assigned.values()}
+  owned = moves.owned_ids(here) | {id(variable) for variable in here.trainer.assigned.values()}
   trainable = models.trainable_variables(here.task.model)
   names = [models.name(v) for v in trainable if id(models.raw(v)) not in owned]
   parts = here.task.model.items() if isinstance(here.task.model, Mapping) else ()
@@ -429,50 +441,8 @@ def _frozen(task: Any, held: Sequence[str], count: str) -> Result:
   name = "what is frozen stays as it is"
   if not held:
     return GROUP.passed(name, count)
-  told = f"{_named(held)} moves, but step.apply() always gets zeros in place of its gradient"
+  told = f"{moves.named(held)} moves, but step.apply() always gets zeros in place of its gradient"
   return GROUP.explained(name, told, HELD, source_lines.mention(task, *HELD.containing))
-
-
-def _still(here: Bench, seen: GradientNotes) -> Result:
-  """Checks that what never changes, such as a teacher, is not called as in training."""
-  name = "what is never trained draws nothing"
-  for part, model in loss_graph.parts_by_name(here.task.model):
-    weights = {models.name(v) for v in models.weights(model)}
-    layers = layer_calls.random_layers(model, frozen=True)
-    if part in seen.noisy and weights and layers and not weights & seen.changed:
-      return GROUP.failed(
-        name, f"no step changes {part}, but its {', '.join(layers)} draws for each loss",
-        cause="training mode of what is never trained", place=seen.noisy[part],
-        remedy=f"call {part} with training=False, as in evaluation: its outputs are targets, and "
-        "must not differ from step to step",
-      )  # fmt: skip
-  return GROUP.passed(name, "no part of the model that stays as it is draws for the loss")
-
-
-def _averages(here: Bench, seen: GradientNotes) -> Result:
-  """Checks that what follows another network follows all of it."""
-  name, owned = "averages follow all of a network", _owned_ids(here)
-  parts = [[v for v in models.weights(p) if models.raw(v).dtype.is_floating]
-           for _, p in loss_graph.parts_by_name(here.task.model)]  # fmt: skip
-  for slow, fast in itertools.permutations(parts, 2):
-    pairs = [*zip(slow, fast, strict=False)]
-    alike = len(slow) == len(fast) and all(one.shape == other.shape for one, other in pairs)
-    moves = [tuple(models.name(v) in seen.changed for v in pair) for pair in pairs]
-    if not alike or (True, True) not in moves or any(id(models.raw(v)) in owned for v in slow):
-      continue
-    left = [pair for pair, move in zip(pairs, moves, strict=True) if move == (False, True)]
-    if left:
-      names = _named([models.name(one) for one, _ in left])
-      told = f"{names} stays as it is, but {models.name(left[0][1])} moves, and a step "
-      place = source_lines.mention(here.task, "step.assign", ".assign")
-      return GROUP.explained(name, f"{told}sets the others", LEFT_OUT, place)
-  return GROUP.passed(name, "no network follows a part of another")
-
-
-def _owned_ids(here: Bench) -> set[int]:
-  """Returns the ids of the variables that an optimizer updates."""
-  optimizers = here.trainer.parts.optimizers.values()
-  return {id(models.raw(v)) for optimizer in optimizers for v in optimizer.variables}
 
 
 def _calls(seen: GradientNotes) -> list[Result]:
@@ -496,11 +466,6 @@ def _variables(count: int) -> str:
   return f"{count} variable" if count == 1 else f"{count} variables"
 
 
-def _named(names: Sequence[str]) -> str:
-  more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-  return f"{', '.join(names[:3])}{more}"
-
-
 def _layers(names: Sequence[str]) -> list[str]:
   """Returns the names of the layers of variables, in quotes."""
   return [f'"{part}"' for name in names for part in name.split("/")[:-1]]
@@ -517,4 +482,4 @@ def _verdict(
   if not wrong:
     return GROUP.passed(name, detail)
   words = (*(_layers(wrong) if why is MISSING else ()), *why.containing)
-  return GROUP.explained(name, _named(wrong), why, place or _find(task, words))
+  return GROUP.explained(name, moves.named(wrong), why, place or _find(task, words))

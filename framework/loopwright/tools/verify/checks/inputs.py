@@ -8,7 +8,6 @@ out of range if the loss cannot use it, a feature is not scaled if the first los
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from loopwright.inputs.plan import Preprocess, padded_batch_size
 from loopwright.inputs.sources import Source, main_source, of_one_shape
 from loopwright.inputs.streams import StreamSource
 from loopwright.task import preprocess_of
-from loopwright.tools.verify.bench import fitted, other_process, random_draws, source_lines, survey
+from loopwright.tools.verify.bench import random_draws, source_lines, survey
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.bench.survey import Survey
 from loopwright.tools.verify.checks import augmentation
@@ -38,7 +37,6 @@ LEAKED = 0.01
 """A smaller share of evaluation examples that are also in training counts as chance."""
 COPIED = 0.2
 """So many equal examples are no chance if their numbers are measured; some data have copies."""
-FITTED = "statistics of the evaluation set"
 NUMBERS = "preprocess() numbers examples itself"
 RANDOM = Explanation(
   cause="source() is random",
@@ -84,8 +82,7 @@ def check(subject: Subject) -> list[Result]:
   reading = Reading(subject)
   return [
     *reading.sources(),
-    *reading.elsewhere(),
-    *reading.each_set(lambda: [reading.overlap(), reading.statistics()]),
+    *reading.each_set(lambda: [reading.overlap()]),
     *reading.pipeline(),
     *reading.each_set(reading.evaluation),
     *Contents(reading).results(),
@@ -99,8 +96,7 @@ class Reading:
     """Makes the task and both sources, in the same order as a run."""
     self.subject = subject
     rows = padded_batch_size(subject.global_batch_size, subject.accumulation_steps)
-    with fitted.adaptations(subject.fresh_task()) as self.adapted:
-      self.bench = Bench(subject, rows=rows, quiet=False)
+    self.bench = Bench(subject, rows=rows, quiet=False)
     self.task = self.bench.task
     randomness.seed_everything(subject.seed)
     self.eval_sources, self.no_eval = survey.evaluation_sources(self.task)
@@ -183,19 +179,6 @@ class Reading:
     place = source_lines.find(source, "fetch", containing=("sort", "random", "unique"))
     return GROUP.failed(name, told, cause, ROWS_OF_FETCH, place)
 
-  def elsewhere(self) -> Iterator[Result]:
-    """Checks that another process makes the same examples, if anything in the code may differ."""
-    name, found = "the same in another process", None
-    if isinstance(self.source, StreamSource):
-      return
-    with contextlib.suppress(Exception):  # what cannot be made again is another check's finding
-      found = other_process.differs(self.subject, self.task)
-    if found:
-      feature, why, place = found
-      told = f"with {why}, {feature!r} of the first batch is another one"
-      remedy = f"each worker and each restart must make the same: {other_process.REMEDIES[why]}"
-      yield GROUP.failed(name, told, "values that differ between processes", remedy, place)
-
   def overlap(self) -> Result:
     """Finds evaluation examples that are also in training, by content."""
     name = "train and eval apart"
@@ -223,26 +206,6 @@ class Reading:
     mistake = IGNORED if part > 0.95 else OVERLAP
     place = source_lines.find(self.task, *SOURCE, containing=mistake.containing)
     return GROUP.explained(name, f"{shared} of {told}; {first}", mistake, place, values=values)
-
-  def statistics(self) -> Result:
-    """Finds means and deviations of evaluation examples where those of training belong."""
-    name = "statistics of training alone"
-    if self.eval_source is None:
-      return GROUP.skipped(name, self.no_eval)
-    remedy = "compute them of source('train') alone; evaluation then uses the same numbers"
-    if place := fitted.reads_evaluation(self.task):
-      told = "what is fitted before training reads source('eval')"
-      return GROUP.failed(name, told, FITTED, remedy, place)
-    found = None
-    with contextlib.suppress(Exception):  # preprocess() may fail in evaluation: see below
-      found = fitted.find(
-        self.task, self.source, self.eval_source, seconds=READ_S / 3, kept=self.adapted,
-        assets=self.subject.fitted if self.task.has_fit else {},
-      )  # fmt: skip
-    if found:
-      return GROUP.failed(name, f"the task uses {found[0]}", FITTED, remedy, found[1])
-    told = "no constant or vocabulary of the task is that of evaluation examples"
-    return GROUP.passed(name, told)
 
   # ---- Pipelines ----
 

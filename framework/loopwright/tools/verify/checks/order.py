@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
+
+from loopwright.optimizers.loss_scale import fixed, none
 from loopwright.tools.verify.bench import explanations as known
-from loopwright.tools.verify.bench import recording
-from loopwright.tools.verify.bench.bench import Subject
-from loopwright.tools.verify.bench.recording import OWN, REPLICAS, Call
+from loopwright.tools.verify.bench import recorded_step
+from loopwright.tools.verify.bench.bench import PLAIN, Bench, Subject, weighted
+from loopwright.tools.verify.bench.recorded_step import OWN, REPLICAS, Call
 from loopwright.tools.verify.report import Explanation, Group, Result
 
 GROUP = Group("order")
@@ -18,22 +22,28 @@ STILL = Explanation(
   cause="average of what never changes",
   remedy="follow the weights that an optimizer updates: 0.99 * slow + 0.01 * trained",
 )
+LIMITED = Explanation(
+  cause="clipped while scaled",
+  remedy="clip after step.unscale: before it, gradients are sums over all examples, times the loss "
+  "scale",
+)
 LOCAL = {"assign": known.LOCAL_STATE, "apply": known.LOCAL_UPDATE, "unscale": known.LOCAL_WEIGHT}
 Mistake: TypeAlias = tuple[Explanation, Call]
 
 
 def check(subject: Subject) -> list[Result]:
   """Returns the results of this group."""
-  recorded, here = recording.record(subject)
+  recorded, here = recorded_step.record(subject)
   pipeline = in_order(recorded.calls)
   counted = [b for call in recorded.calls for b in call.communications]
   values = {"calls": [str(call) for call in recorded.calls]}
   shown = GROUP.passed("pipeline of the step", pipeline, values=values)
-  if (mistake := first_mistake(recorded.calls)) is not None:
+  if (mistake := first_mistake(recorded.calls) or scaled(subject, recorded.calls)) is not None:
     why, call = mistake
     told = f"{call} depends on the rows of one replica; {pipeline}" if call.local else pipeline
-    shown = GROUP.explained("pipeline of the step", told, why, call.place, values=values)
-  total = f"{recording.communicated(counted) or 'none'} a step on {REPLICAS} replicas, for "
+    place = call.limited or call.place
+    shown = GROUP.explained("pipeline of the step", told, why, place, values=values)
+  total = f"{recorded_step.communicated(counted) or 'none'} a step on {REPLICAS} replicas, for "
   total += f"{sum(here.trainable)} variables of {here.parameters:,} numbers "
   total += f"({here.trainer.parts.reduction.describe()})"
   communication = GROUP.passed("communication", total, values={"bytes": counted})
@@ -83,9 +93,9 @@ def first_mistake(calls: Sequence[Call]) -> Mistake | None:
 
 
 def wrong_update(calls: Sequence[Call]) -> Mistake | None:
-  """As `first_mistake`, but not of when gradients are checked or divided."""
+  """As `first_mistake`, but not of when gradients are checked."""
   found = first_mistake(calls)
-  return None if found and found[0] in (known.CHECKED_FIRST, known.NEVER_UNSCALED) else found
+  return None if found and found[0] is known.CHECKED_FIRST else found
 
 
 def mistakes(calls: Sequence[Call]) -> Iterator[Mistake]:
@@ -110,9 +120,36 @@ def mistakes(calls: Sequence[Call]) -> Iterator[Mistake]:
     elif call.verb == OWN and call.reduced:
       again = "something communicates after step.all_reduce: the optimizer's apply() reduces again"
       yield _twice(again), call
+
+
+def scaled(subject: Subject, calls: Sequence[Call]) -> Mistake | None:
+  """Returns what is done to gradients that still have the loss scale in them, if it is wrong.
+
+  Without `step.unscale`, or with limits before it, an update may be right. The judge is the update:
+  that of two replicas, and that with a loss scale if the config has one, must be that of one.
+  """
   applied = [call for call in calls if call.verb == "apply"]
-  if applied and not any(call.verb == "unscale" for call in calls):
-    yield known.NEVER_UNSCALED, applied[0]
+  unscaled = [call for call in calls if call.verb == "unscale"]
+  suspect = next(((LIMITED, call) for call in unscaled if call.limited), None)
+  if applied and not unscaled:
+    suspect = known.NEVER_UNSCALED, applied[0]
+  if suspect is None:
+    return None
+  one, has_scale = _update(subject, 1, none)
+  others = [_update(subject, REPLICAS, none)[0]]
+  others += [_update(subject, 1, functools.partial(fixed, scale=64.0))[0]] if has_scale else []
+  return None if all(known.fits(other, one) for other in others) else suspect
+
+
+def _update(subject: Subject, replicas: int, scale: Any) -> tuple[np.ndarray, bool]:
+  """Returns the update by gradient descent, as one vector, and whether the config has a scale."""
+  rows = subject.divisible_rows
+  here = Bench(subject, replicas, rows=rows, **PLAIN)
+  has_scale = here.trainer.parts.loss_scale.factor() is not None
+  here.trainer.use(loss_scale=scale())
+  outcome = here.step(weighted(subject.rows(here.task, rows)))
+  updates = zip(outcome.update(), here.trainable, strict=True)
+  return np.concatenate([update.ravel() for update, used in updates if used]), has_scale
 
 
 def _twice(remedy: str) -> Explanation:

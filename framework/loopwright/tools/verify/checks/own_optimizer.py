@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib
 
 from loopwright import configurables, errors
 from loopwright.inputs.parts import prefixes
@@ -19,9 +16,10 @@ from loopwright.models import models
 from loopwright.optimizers.loss_scale import dynamic
 from loopwright.tools.verify.bench import explanations as known
 from loopwright.tools.verify.bench import layer_calls, source_lines
-from loopwright.tools.verify.bench.bench import Bench, Outcome, Rows
+from loopwright.tools.verify.bench.bench import Bench, Outcome, Rows, strategy_of
 from loopwright.tools.verify.bench.comparison import AFTER_STEPS, METHODS, Comparison, Difference
 from loopwright.tools.verify.checks import order
+from loopwright.tools.verify.checks.moves import averages
 from loopwright.tools.verify.report import Explanation, Group, Result
 
 GROUP = Group("replicas")
@@ -127,15 +125,19 @@ def run(of: Comparison, options: Mapping[str, dict[str, Any]]) -> Steps:
     outcomes = [here.step(rows) for rows in (of.batch, *of.cases.values())]
     ends[replicas] = dataclasses.replace(outcomes[-1], before=of.start)
     later.take(replicas, here)
-    if planted is not None:
-      skips[replicas] = (here.step(planted), here.trainable)
+    try:
+      if planted is not None:
+        skips[replicas] = (here.step(planted), here.trainable)
+    except tf.errors.InvalidArgumentError:  # such as an index that is computed of a feature
+      planted = None
+      skips.clear()
   apart = {n: of.difference(ends[n], ends[1], without=of.noisy) for n in (2, 3)}
   return Steps(apart, _overflow(of, skips), later)
 
 
 def _overflow(of: Comparison, skips: Mapping[int, tuple[Outcome, list[bool]]]) -> Result:
   if not skips:
-    return GROUP.skipped(OVERFLOW, "there is no float feature to set to infinity")
+    return GROUP.skipped(OVERFLOW, "no float feature can be set to infinity")
   moved = {n: _moved(outcome, trainable) for n, (outcome, trainable) in skips.items()}
   outcomes = {n: outcome for n, (outcome, _) in skips.items()}
   if moved[1] and not np.isfinite(of.flat(outcomes[1], of.trained)).all():
@@ -177,7 +179,7 @@ def _spoiled(of: Comparison, outcomes: Mapping[int, Outcome]) -> str:
       before, copies = outcome.before[index], outcome.after[index]
       if np.isfinite(before).all() and not all(np.isfinite(copy).all() for copy in copies):
         return f"{of.alone.names[index]} is not finite after"
-      if any(_averages(before, copies[0], each) for each in trained):
+      if any(averages(before, copies[0], each) for each in trained):
         return f"{of.alone.names[index]}, an average of weights, moves in"
   return ""
 
@@ -188,16 +190,6 @@ def _moved(outcome: Outcome, trainable: Sequence[bool]) -> bool:
     for before, copies, trained in zip(outcome.before, outcome.after, trainable, strict=True)
     for copy in copies
   )
-
-
-def _averages(before: np.ndarray, after: np.ndarray, weights: np.ndarray) -> bool:
-  """Whether a variable has moved a part of the way to some weights, the same for each element."""
-  if before.shape != weights.shape or before.dtype.kind != "f" or np.array_equal(before, after):
-    return False
-  way, moved = (each.astype(np.float64).ravel() - before.ravel() for each in (weights, after))
-  part = float(way @ moved / (way @ way or 1.0))
-  rest = np.linalg.norm(moved - part * way)
-  return 0 < part < 0.999 and way.size > 1 and bool(rest < 0.01 * np.linalg.norm(moved))
 
 
 def _with_infinity(batch: Rows, where: np.ndarray) -> Rows | None:
@@ -268,27 +260,28 @@ class LaterSteps:
   def _place(self) -> str:
     """Returns the line that reads the number of replicas, otherwise one with a word for it."""
     task = self.compared.task
-    with _replicas_read() as places:
-      here = Bench(self.compared.subject, 2, rows=self.compared.rows)
-      here.step(self.compared.batch)
+    places: list[str] = []
+    kind = _noting(places)
+    here = Bench(
+      self.compared.subject, 2, rows=self.compared.rows, strategy=strategy_of(2, kind=kind)
+    )
+    here.step(self.compared.batch)
     if places:
       return source_lines.qualified(places[0], task)
     by_words = (source_lines.mention(task, word) for word in LOCAL_EPOCHS.containing)
     return next(filter(None, by_words), "") or source_lines.find(task, *METHODS)
 
 
-@contextlib.contextmanager
-def _replicas_read() -> Iterator[list[str]]:
-  """Notes each line of the user's that reads `num_replicas_in_sync` (host)."""
-  places: list[str] = []
-  whole = distribute_lib.StrategyBase.num_replicas_in_sync
+def _noting(places: list[str]) -> type[tf.distribute.Strategy]:
+  """Returns a strategy that notes each line of the user's that reads `num_replicas_in_sync`."""
 
-  def read(strategy: tf.distribute.Strategy) -> int:
-    frames = source_lines.frames(but=__file__)
-    outside = [frame for frame in frames if not frame[0].startswith(_TENSORFLOW)]
-    if outside and errors.is_the_users(outside[-1][0]):
-      places.append(source_lines.of_frames(outside, None))
-    return whole.fget(strategy)
+  class Noting(tf.distribute.MirroredStrategy):
+    @property
+    def num_replicas_in_sync(self) -> int:
+      frames = source_lines.frames(but=__file__)
+      outside = [frame for frame in frames if not frame[0].startswith(_TENSORFLOW)]
+      if outside and errors.is_the_users(outside[-1][0]):
+        places.append(source_lines.of_frames(outside, None))
+      return super().num_replicas_in_sync
 
-  with mock.patch.object(distribute_lib.StrategyBase, "num_replicas_in_sync", property(read)):
-    yield places
+  return Noting

@@ -12,6 +12,7 @@ from loopwright.tools.verify.bench import bench, layer_calls, source_lines
 from loopwright.tools.verify.bench import explanations as known
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Rows
 from loopwright.tools.verify.bench.comparison import LEAST, Comparison, Difference
+from loopwright.tools.verify.checks import order
 from loopwright.tools.verify.report import Explanation, Group, Result
 
 GROUP = Group("replicas")
@@ -57,6 +58,9 @@ def _padding(of: Comparison) -> Result:
     of.blamed = known.COUPLED if gathers else explanation
     return GROUP.explained(PADDING, told, explanation, of.find(explanation))
   in_update = found.worst > of.tolerance
+  if in_update and (mistake := order.scaled(of.subject, of.calls)):
+    of.blamed, call = mistake
+    return GROUP.explained(PADDING, told, of.blamed, call.limited or call.place)
   methods = ("loss", "train_step", "training_loss") if in_update else ("metrics",)
   of.blamed = known.COUNTS if in_update else None
   place = source_lines.find(of.task, *methods, containing=known.SUMS)

@@ -21,9 +21,9 @@ from loopwright.host import failures
 from loopwright.models import models
 from loopwright.optimizers import loss_scale
 from loopwright.task import Task
-from loopwright.tools.verify.bench import bench, row_influence, shared_noise
+from loopwright.tools.verify.bench import bench, recorded_step, shared_noise
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject, under
-from loopwright.tools.verify.bench.row_influence import Operation
+from loopwright.tools.verify.bench.recorded_step import Operation
 from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("precision")
@@ -207,7 +207,7 @@ class HalfGradient:
   def _watched(self) -> list[Operation]:
     """Returns the operations of the user's code in an eager step, in order."""
     here = make(self.subject, self.reference.rows, eager=True)
-    with contextlib.suppress(Exception), row_influence.watched(here.task) as seen:
+    with contextlib.suppress(Exception), recorded_step.watched(here.task) as seen:
       gradient(here, self.reference.start, self.reference.batch)
       return [operation for operation in seen if operation.place]
     return []  # the task cannot run eagerly

@@ -20,6 +20,7 @@ from loopwright.evaluator import Evaluator
 from loopwright.models import models
 from loopwright.tools.verify.bench import bench, layer_calls, random_draws, source_lines, survey
 from loopwright.tools.verify.bench.bench import Bench, Outcome, Rows, Subject, numbers
+from loopwright.tools.verify.bench.explanations import fits
 from loopwright.tools.verify.bench.random_draws import FIXED, FROZEN, ONCE, STATEFUL, Draw
 from loopwright.tools.verify.checks import augmentation
 from loopwright.tools.verify.report import Explanation, Group, Result
@@ -151,13 +152,22 @@ class Steps:
     if self.by_example:
       told = "random numbers depend on the example's id, not on the replica"
       return GROUP.passed(REPLICAS, told)
-    if not self._for_rows():
+    if not self._for_rows() or self._as_on_one():
       return GROUP.skipped(REPLICAS, "no numbers are drawn for each row")
     told = "two replicas draw the same numbers on their rows"
     remedy = "use Keras layers, or step.seed(), which also depends on the replica"
     own = [draw for draw in self.watched.draws if not draw.by_keras]
     place = self._place(own, "seed", "stateless_")
     return GROUP.failed(REPLICAS, told, "a seed without the replica", remedy, place)
+
+  def _as_on_one(self) -> bool:
+    """Whether one replica, on the rows of both, makes the same update: what is drawn is shared."""
+    one = Bench(
+      self.bench.subject, rows=2 * self.rows, optimizer=bench.gradient_descent, quiet=False
+    )
+    mine, yours = (here.steps_from(self._start, self._batch).update() for here in (one, self.bench))
+    pairs = zip(mine, yours, one.trainable, strict=True)
+    return all(fits(a, b) or not (a - b).any() for a, b, used in pairs if used)
 
   def _for_rows(self) -> bool:
     """Whether a draw, not from a constant seed, has numbers for each row."""

@@ -1,4 +1,7 @@
-"""Records which verbs a traced step calls: in which order, on which line, on which gradients.
+"""A recorded step: its operations, its communications, its verbs, the variables that it makes.
+
+Operations come by TensorFlow's callbacks, eagerly and while a step is traced, communications by an
+own `CrossDeviceOps`, verbs by a subclass of `Step`, variables by a scope: nothing is replaced.
 
 What a verb gets is read from the graph, by the operations behind its tensors. A gradient is *raw*
 if they lead to a result of `step.gradients` without a communication on the way. A value is *local*
@@ -10,13 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.framework import op_callbacks
 
 from loopwright.graphs.aliases import Gradient, Variable
 from loopwright.metrics import Loss
@@ -24,7 +26,7 @@ from loopwright.models import models
 from loopwright.optimizers.fusion import Gradients
 from loopwright.step import Step
 from loopwright.tools.verify.bench import bench, source_lines
-from loopwright.tools.verify.bench.bench import Bench, Outcome, Subject
+from loopwright.tools.verify.bench.bench import Bench, Communications, Outcome, Subject
 
 REPLICAS = 2
 OWN = "own communication"
@@ -33,6 +35,94 @@ OWN = "own communication"
 LIMITS = {"Minimum", "Maximum", "ClipByValue"}
 """Operations of which clipping by norm or by value consists, with a limit that is not about 0."""
 NEAR_ZERO = 1e-5
+
+
+# ---- Operations
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operation:
+  """What an eager operation did.
+
+  Attributes:
+    kind: its type.
+    inputs, outputs: the tensors, by id.
+    elements: of its largest input.
+    values: of the outputs that are numbers.
+    place: the user's line that made it; "" if none did.
+  """
+
+  kind: str
+  inputs: list[int]
+  outputs: list[int]
+  elements: int
+  values: list[np.ndarray]
+  place: str
+
+
+@contextlib.contextmanager
+def watched(task: Any) -> Iterator[list[Operation]]:
+  """Yields a list of the eager operations inside the context, as they come."""
+  seen: list[Operation] = []
+  alive: list[Any] = []  # so that no two tensors have the same id
+
+  def watch(kind: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    alive.extend((*inputs, *outputs))
+    place = source_lines.of_frames(source_lines.frames(but=__file__), task)
+    values = [out.numpy() for out in outputs if _is_number(out)]
+    seen.append(
+      Operation(
+        kind=kind, inputs=[id(each) for each in inputs], outputs=[id(each) for each in outputs],
+        elements=max((int(np.prod(i.shape)) for i in inputs if hasattr(i, "shape")), default=0),
+        values=values, place=place,
+      )
+    )  # fmt: skip
+
+  with _told(eager=watch):
+    yield seen
+
+
+@contextlib.contextmanager
+def traced(wanted: Callable[[str], bool]) -> Iterator[list[tf.Operation]]:
+  """Yields a list of the operations of some types that are traced inside, in all threads."""
+  seen: list[tf.Operation] = []
+
+  def note(kind: str, graph: tf.Graph, name: str) -> None:
+    if wanted(kind):
+      seen.append(graph.get_operation_by_name(name))
+
+  with _told(traced=note):
+    yield seen
+
+
+@contextlib.contextmanager
+def _told(
+  eager: Callable[[str, Sequence[Any], Sequence[Any]], None] | None = None,
+  traced: Callable[[str, tf.Graph, str], None] | None = None,
+) -> Iterator[None]:
+  def watch(
+    op_type: str, inputs: Sequence[Any], attrs: Any, outputs: Sequence[Any],
+    op_name: Any = None, graph: tf.Graph = None,
+  ) -> None:  # fmt: skip
+    del attrs
+    if graph is None and eager:
+      eager(op_type, inputs, outputs)
+    elif graph is not None and traced:
+      traced(op_type, graph, op_name)
+
+  op_callbacks.add_op_callback(watch)
+  try:
+    yield
+  finally:
+    op_callbacks.remove_op_callback(watch)
+
+
+def _is_number(tensor: Any) -> bool:
+  dtype = getattr(tensor, "dtype", tf.string)
+  return dtype.is_floating or dtype.is_integer or dtype.is_bool
+
+
+# ---- Verbs
 
 
 @dataclasses.dataclass
@@ -47,6 +137,7 @@ class Call:
     raw: whether it gets gradients that are not reduced.
     reduced: whether it gets gradients that are reduced.
     clipped: whether raw gradients are limited before it gets them.
+    limited: the line that limits reduced gradients which it gets; or "".
     local: whether a condition (`when`), or the value of an assignment, is local.
     early: the first trained variable whose value before the update an assignment follows; or "".
     always: whether it is made in each step, as it has no `when`.
@@ -61,6 +152,7 @@ class Call:
   raw: bool = False
   reduced: bool = False
   clipped: bool = False
+  limited: str = ""
   local: bool = False
   early: str = ""
   always: bool = False
@@ -79,6 +171,7 @@ class Recording:
     self.calls: list[Call] = []
     self.task = task
     self._owner: Step | None = None
+    self._own: list[tuple[Call, tf.Tensor]] = []
     self._known: dict[int, tuple[str, Any]] = {}
     self._reads: list[tuple[Call, Variable, set[str], list[tf.Operation]]] = []
     self._applies: list[tuple[tf.Operation, list[Any]]] = []
@@ -123,7 +216,10 @@ class Recording:
       self._reads.append((call, models.raw(variable), kinds, reads))
 
   def find_early(self) -> None:
-    """Fills in `Call.early`, once the step is traced."""
+    """Fills in `Call.early`, and the lines that communicate, once the step is traced."""
+    for call, result in self._own:  # it is made between the threads of the replicas
+      places = (source_lines.of_operation(op, self.task) for op in result.consumers())
+      call.place = next(filter(None, places), call.place)
     for call, _, _, reads in self._reads:
       for applied, variables in self._applies:
         names = {id(_handle(variable)): name for name, variable in variables}
@@ -152,11 +248,9 @@ class Recording:
 
   def communicates(self, tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> None:
     """Records a communication as part of the latest call."""
-    context = tf.distribute.get_replica_context()
-    if tf.get_static_value(context.replica_id_in_sync_group) not in (0, None):
-      return
     if not self.calls or self.calls[-1].verb not in ("all_reduce", "all_gather", "apply"):
       self._note(Call(OWN), tensors)
+      self._own.append((self.calls[-1], results[0]))
     call = self.calls[-1]
     call.communications.append(sum(map(_bytes, tensors)))
     kind = "reduced" if call.raw or call.reduced else "shared"
@@ -166,9 +260,13 @@ class Recording:
     frames = [(f.filename, f.lineno, f.name) for f in tf.no_op().traceback]
     own = [frame for frame in frames if frame[0] != __file__]
     call.place = source_lines.of_frames(own, self.task)
-    found = self._origins(_tensors(tensors))
+    kinds, behind = self._behind(_tensors(tensors))
+    behind = [operation for operation in behind if not _is_sign(operation)]
+    found = kinds | {operation.type for operation in behind}
     call.raw, call.reduced = "raw" in found, "reduced" in found
     call.clipped = call.raw and bool(LIMITS & found) and not self._combines()
+    limits = (source_lines.of_operation(o, self.task) for o in behind if o.type in LIMITS)
+    call.limited = "" if call.raw or not call.reduced else next(filter(None, limits), "")
     call.local = call.verb == "apply" and "rows" in found and not call.raw
     self.calls.append(call)
 
@@ -184,15 +282,17 @@ class Recording:
 
   def _behind(self, tensors: Sequence[tf.Tensor]) -> tuple[set[str], list[tf.Operation]]:
     found: set[str] = set()
-    seen: dict[int, tf.Operation] = {}
+    seen: dict[str, tf.Operation] = {}
     waiting = list(tensors)
     while waiting:
       tensor = waiting.pop()
+      several = tensor.op.type == "IdentityN"  # such as what a custom gradient returns, and gets
+      name = tensor.name if several else tensor.op.name
       if id(tensor) in self._known:
         found.add(self._known[id(tensor)][0])
-      elif id(tensor.op) not in seen:
-        seen[id(tensor.op)] = tensor.op
-        waiting += list(tensor.op.inputs)
+      elif name not in seen:
+        seen[name] = tensor.op
+        waiting += [tensor.op.inputs[tensor.value_index]] if several else [*tensor.op.inputs]
     return found, list(seen.values())
 
   def step_class(self) -> type[Step]:
@@ -283,21 +383,15 @@ def record(subject: Subject) -> tuple[Recording, Bench]:
 
 def _recorded(subject: Subject) -> tuple[Recording, Bench]:
   recording = Recording()
-  all_reduce = distribute_lib.ReplicaContextBase.all_reduce
-
-  def counted(self: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
-    result = all_reduce(self, reduce_op, value, options)
-    recording.communicates(tf.nest.flatten(value), tf.nest.flatten(result))
-    return result
-
-  rows = subject.divisible_rows
+  communications, rows = Communications(), subject.divisible_rows
   here = Bench(
     subject, REPLICAS, rows=rows, optimizer=bench.gradient_descent, quiet=False,
     step=recording.step_class(),
+    strategy=bench.strategy_of(REPLICAS, communications=communications),
   )  # fmt: skip
   recording.task = here.task
-  with mock.patch.object(distribute_lib.ReplicaContextBase, "all_reduce", counted):
-    outcome = here.step(subject.rows(here.task, rows))
+  communications.told = recording.communicates
+  outcome = here.step(subject.rows(here.task, rows))
   recording.find_early()
   recording.find_idle(here, outcome)
   return recording, here
@@ -336,3 +430,61 @@ def _clipping(parts: Any) -> str:
 
 def _bytes(tensor: tf.Tensor) -> int:
   return (tensor.shape.num_elements() or 0) * tensor.dtype.size
+
+
+# ---- Variables
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Made:
+  """One variable, and the user's line."""
+
+  variable: Variable
+  place: str
+
+
+@contextlib.contextmanager
+def variables_made(*, moved: frozenset[int] = frozenset()) -> Iterator[list[Made]]:
+  """Notes the trainable variables of floats that the user's code makes inside the context.
+
+  Args:
+    moved: numbers, in the order of the list, of variables that begin at other values.
+
+  Yields:
+    The list, which grows.
+  """
+  found: list[Made] = []
+
+  def creator(next_creator: Any, **options: Any) -> Any:
+    variable = next_creator(**options)
+    if not (variable.trainable and variable.dtype.is_floating):
+      return variable
+    if place := source_lines.of_frames(source_lines.frames(but=__file__), None):
+      if len(found) in moved:
+        variable.assign(variable + 0.1 + 0.5 * tf.abs(variable))
+      found.append(Made(variable=variable, place=place))
+    return variable
+
+  with tf.variable_creator_scope(creator):
+    yield found
+
+
+def outside_of_model(made: list[Made], here: Bench) -> list[int]:
+  """Returns the numbers of the variables that neither the model nor an optimizer has (host)."""
+  known = [models.raw(v) for v in models.all_variables(here.task.model)]
+  for optimizer in here.trainer.parts.optimizers.values():
+    known += [models.raw(v) for v in (*optimizer.variables, *optimizer.fusion.variables)]
+  strategy = here.strategy
+  ids = {id(copy) for v in known for copy in (v, *strategy.experimental_local_results(v))}
+  return [number for number, each in enumerate(made) if id(each.variable) not in ids]
+
+
+def read_by_step(subject: Subject, numbers: list[int], rows: int) -> bool:
+  """Whether the step's loss depends on these variables, which each new model makes (host)."""
+  losses = []
+  for moved in (frozenset[int](), frozenset(numbers)):
+    with variables_made(moved=moved):
+      here = Bench(subject, rows=rows, optimizer=bench.gradient_descent, always=True)
+      losses.append(here.loss_in(here.step(subject.rows(here.task, rows)).metrics))
+  one, other = losses
+  return not np.isclose(one, other, rtol=1e-5, atol=0.0, equal_nan=True)
