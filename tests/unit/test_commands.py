@@ -33,6 +33,7 @@ import launch
 import loopwright
 from loopwright.commands import new
 from loopwright.commands.arguments import COMMANDS, config_of, parse
+from loopwright.commands.arguments import page as help_page
 from loopwright.options.modes import LAUNCH_MODES
 from loopwright.tools.sweep import space
 
@@ -56,9 +57,7 @@ PRINTED = re.compile(
 EARLIER = re.compile(
   r"`[^`]*` \(?at [0-9a-f]{7}\b|^ +at [0-9a-f]{7}: (?:[^\n]*\\\n)*[^\n]*", re.MULTILINE
 )
-UNSEEN = re.compile(
-  r"uv run \S|loopwright [a-z]+ |uvx \S|pip install \S|python3? (?:-m |\S+\.py)|launch\.py --"
-)
+UNSEEN = re.compile(r"uv run \S|loopwright [a-z]+ |uvx \S|pip install \S|python3? (?:-m |\S+\.py)")
 SAVED = re.compile(
   r"`(\w+\.(?:py|gin))`[^`]*\n\n```(?:python|gin)\n(.*?)^```", re.DOTALL | re.MULTILINE
 )
@@ -94,8 +93,9 @@ RUN = (
   r"loopwright options digits_cnn ",
   r"loopwright (\w+ )?--help$",
   r"loopwright train( auto\.cpu_replicas=2 --model_dir=/tmp/two)?$",
-  r"launch\.py --gin_file=(configs/digits_cnn|digits)\.gin (?!.*(--local_|=verify))",
-  r"launch\.py --gin_file=digits\.gin$",
+  r"loopwright (train|evaluate) digits_cnn (cosine_decay|run\.ledger|run\.checkpoint)",
+  r"loopwright train digits_cnn --model_dir=runs/other ",
+  r"loopwright train digits\.gin( (auto|run)\.|$)",
   r"loopwright report runs/digits_cnn( --output=report\.html)?$",
   r"python -m [\w.]+\.ledger runs/ledger$",
   r"python -m tests\.support\.option_tables$",
@@ -103,7 +103,7 @@ RUN = (
 STEPS = 4
 SHORTER = (
   (
-    r"((?:launch\.py|loopwright train)\b.*)",
+    r"(loopwright (?:train|evaluate)\b.*)",
     rf'\1 --gin_param="run.train_steps = {STEPS}" --gin_param="run.steps_per_loop = 2"',
   ),
   (r"/ckpt-\d+", f"/ckpt-{STEPS}"),
@@ -251,7 +251,7 @@ def run(command):
   if words[0] == "cd":
     os.chdir(words[1])
     return
-  if words[0] in ("launch.py", "loopwright"):
+  if words[0] == "loopwright":
     assert launch.main(words) == 0, command
     return
   status = 0
@@ -277,8 +277,6 @@ def check(command):
         files, params = config_of(parsed.arguments, needed=True)
         varied = space.read(parsed.values.vary)
         space.checked(files, params, varied)
-    case ["launch.py", *arguments] | ["python", "launch.py", *arguments]:
-      check_launch(arguments)
     case ["python", "-m", name, *arguments]:
       check_module(name, arguments)
     case ["python", script, *arguments] if script.endswith(".py"):
@@ -353,6 +351,25 @@ def check_module(name, arguments):
 def test_the_commands_of_a_page(page):
   for command in map(without_uv, commands(page)):
     (run if runs(command) else check)(command)
+
+
+def test_the_commands_of_a_new_project(at_the_place):
+  assert launch.main(["loopwright", "new", "waves"]) == 0
+  os.chdir("waves")
+  listed = re.findall(r"^ {4}(.*)$", Path("README.md").read_text(), re.MULTILINE)
+  assert len(listed) > 7
+  for command in listed:
+    check(without_uv(shlex.join(shlex.split(command, comments=True))))
+
+
+def test_the_examples_of_the_help(at_the_place):
+  Path("my.gin").write_text(MADE["mine.gin"])
+  for name in ("", *COMMANDS):
+    shown = help_page(name, loopwright.commands.__doc__)
+    examples = re.findall(r"^(?:  |example: )(loopwright .*?)(?:   .*)?$", shown, re.MULTILINE)
+    assert examples, name
+    for example in examples:
+      check(example)
 
 
 def test_every_command_is_found_and_every_pattern_is_used():

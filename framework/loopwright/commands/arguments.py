@@ -1,7 +1,7 @@
 """The commands, their flags and their arguments. A command that runs a config becomes flags:
 
 loopwright train digits_cnn run.seed=3
-python launch.py --mode=train_and_evaluate --gin_file=configs/digits_cnn.gin --gin_param=run.seed=3
+loopwright --mode=train_and_evaluate --gin_file=configs/digits_cnn.gin --gin_param=run.seed=3
 """
 
 import argparse

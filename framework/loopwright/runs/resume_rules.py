@@ -241,11 +241,9 @@ def replay_command(model_dir: str, trainer: Trainer) -> str:
     sys.prefix
   )
   path = "" if found else f"PYTHONPATH={shlex.quote(folder)} "
-  launch = ["python", os.path.relpath(configurables.REPOSITORY / "launch.py")]
-  if configurables.SHIPPED != configurables.REPOSITORY:  # installed as a package
-    launch = ["loopwright"]
   config = os.path.join(model_dir, layout.CONFIG)
-  flags = [f"--gin_file={config}", f"--model_dir={model_dir}", "--mode=replay"]
+  config = f"--gin_file={config}" if "=" in config else config  # no binding
+  flags = [config, f"--model_dir={model_dir}"]
   if trainer.cluster.is_local:
     flags.append(f"--local_workers={trainer.cluster.size}")
-  return f"{path}{shlex.join([*launch, *flags])}"
+  return f"{path}{shlex.join(['loopwright', 'replay', *flags])}"

@@ -279,9 +279,9 @@ def test_the_replay_command_shows_the_step_again(where, tmp_path, capsys):
   }
   assert saved == {"global_step": 8, "position": 64, "skipped_steps": 0}
 
-  path, python, *command = shlex.split(last.partition("replay the step: ")[2])
+  path, *command = shlex.split(last.partition("replay the step: ")[2])
   assert path == f"PYTHONPATH={Path(planted.__file__).parent}"  # where the task's module is
-  assert (python, command[0]) == ("python", "launch.py")
+  assert command[:2] == ["loopwright", "replay"]
   assert launch.main(command) == 0
   out, err = capsys.readouterr()
   assert report in err
@@ -301,12 +301,10 @@ def test_the_replay_command_finds_the_task_where_the_run_did(monkeypatch):
   trainer = types.SimpleNamespace(task=task, cluster=types.SimpleNamespace(is_local=False))
   command = resume_rules.replay_command("runs/x", trainer)
   assert command == (
-    "PYTHONPATH='/else where' python launch.py --gin_file=runs/x/operative_config.gin "
-    "--model_dir=runs/x --mode=replay"
+    "PYTHONPATH='/else where' loopwright replay runs/x/operative_config.gin --model_dir=runs/x"
   )
-  monkeypatch.setattr(resume_rules.configurables, "SHIPPED", Path("/elsewhere/loopwright"))
-  command = resume_rules.replay_command("runs/x", trainer)
-  assert command.startswith("PYTHONPATH='/else where' loopwright --gin_file=runs/x/")
+  command = resume_rules.replay_command("runs/a=1", trainer)  # not a binding
+  assert "replay --gin_file=runs/a=1/operative_config.gin --model_dir=runs/a=1" in command
   monkeypatch.setattr(resume_rules.configurables, "bindings", dict)
   command = resume_rules.replay_command("runs/x", trainer)
   assert command == "run(mode='replay', model_dir='runs/x', ...) with the same arguments"

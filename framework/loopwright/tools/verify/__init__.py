@@ -1,6 +1,6 @@
 """Verifies a task on the CPU: checks of its step and its inputs.
 
-    python launch.py --gin_file=mine.gin --mode=verify --json=verify.json
+    loopwright verify mine.gin --json=verify.json
 
 checks/ has one module per group of the registry, with `check(subject) -> results`; docs/verify.md
 explains each check. padding.py and own_optimizer.py are parts of the group "replicas",
