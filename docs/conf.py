@@ -38,7 +38,10 @@ from loopwright.configurables import table  # noqa: E402
 project = "Loopwright"
 release = importlib.metadata.version("loopwright")
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**"]
+include_patterns = [
+  *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/RESULTS.md"),
+  "docs/**",
+]
 exclude_patterns = [".*", "**.ipynb_checkpoints", "build", "runs"]
 extensions = [
   *("myst_nb", "sphinx_copybutton"),
@@ -109,7 +112,9 @@ def add_navigation(app: Sphinx, name: str, source: list[str]) -> None:
   source[0] += "".join(
     _contents(title, [f"docs/{page}" for page in pages]) for title, pages in found.items() if pages
   )
-  source[0] += _contents("About", ["docs/README", "CONTRIBUTING", "CHANGELOG", "SECURITY"])
+  source[0] += _contents(
+    "About", ["docs/README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "benchmarks/RESULTS"]
+  )
   decisions = sorted((ROOT / "docs" / "decisions").glob("*.md"))
   source[0] += _contents("Decisions", [f"docs/decisions/{file.stem}" for file in decisions])
 
@@ -168,18 +173,35 @@ def _highlighted(path: str) -> str:
 def make_accessible(
   app: Sphinx, name: str, template: str, context: dict[str, Any], tree: nodes.document | None
 ) -> None:
-  """Mends what WCAG forbids: headings without a level, lists in signatures that have no terms."""
+  """Mends what WCAG forbids, lists in signatures without terms; folds the sidebar into groups."""
   del app, name, template, tree
-  tree_of_pages = context.get("furo_navigation_tree", "")
-  context["furo_navigation_tree"] = tree_of_pages.replace(
-    'role="heading"', 'role="heading" aria-level="2"'
-  )
+  context["furo_navigation_tree"] = _in_groups(context.get("furo_navigation_tree", ""))
   context["body"] = re.sub(
     r'<dl>\n((?:<dd><em class="sig-param">.*?</dd>\n)+)</dl>',
     lambda found: '<span class="lines">' + re.sub(r"(</?)dd>", r"\1span>", found[1]) + "</span>",
     context.get("body", ""),
     flags=re.DOTALL,
   )
+  context["body"] = re.sub(
+    r'(?<=<span class="pre">)[^<]+', lambda found: _breakable(found[0]), context["body"]
+  )
+
+
+def _in_groups(tree: str) -> str:
+  """Returns the sidebar with a group to open for each caption; that of the page is open."""
+  before, *parts = re.split(r'<p class="caption"[^>]*>', tree)
+  shown = next((n for n, part in enumerate(parts) if "current" in part), 0)
+  groups = []
+  for number, part in enumerate(parts):
+    caption, _, pages = part.partition("</p>")
+    summary = f'<summary class="caption">{caption}</summary>'
+    groups.append(f"<details{' open' if number == shown else ''}>{summary}{pages}</details>")
+  return before + "".join(groups)
+
+
+def _breakable(code: str) -> str:
+  """Returns inline code that a phone breaks after a dot, a slash or an underscore, if at all."""
+  return re.sub(r"(?<=\w[._/=])(?=\w)", "<wbr>", code)
 
 
 def skip_fields(
