@@ -48,7 +48,8 @@ import tensorflow as tf
 from benchmarks.comparison import different_tensors, reached, records
 from benchmarks.trials import Outcome, Run
 from loopwright.host.children import PROGRAM
-from loopwright.run_folder import checkpoints, flights, layout, legs
+from loopwright.monitoring import flights, record
+from loopwright.run_folder import checkpoints, layout
 from loopwright.tools.ledger import __main__ as ledger
 from loopwright.tools.local_cluster import LocalCluster
 
@@ -125,7 +126,7 @@ class Elastic:
   def sizes(self) -> list[int]:
     return [len(self.addresses(header)) for header in headers(self.folder)] or [99]
 
-  def leg(self, worker: int, pid: int) -> legs.Leg | None:
+  def leg(self, worker: int, pid: int) -> record.Leg | None:
     with suppress(Exception):  # it is being written
       found = flights.last(str(self.folder))[worker]
       return found if found.process == pid else None

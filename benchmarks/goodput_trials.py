@@ -3,7 +3,7 @@
 The run has worker processes that are killed by SIGKILL at random times, and that are started again
 after a random pause. From outside are known: the wall time from the first start to the last end,
 the time from each kill to the next start, and the steps between the newest checkpoint and the last
-line of the log when the kill came. tests/unit/tools/test_goodput.py compares.
+line of the log when the kill came. tests/unit/monitoring/test_goodput.py compares.
 """
 
 from __future__ import annotations

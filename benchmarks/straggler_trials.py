@@ -22,7 +22,8 @@ import tensorflow as tf
 
 import loopwright
 from loopwright import ArraySource, Batch, Loss, Task
-from loopwright.run_folder import flights, layout
+from loopwright.monitoring import flights
+from loopwright.run_folder import layout
 
 REPOSITORY = Path(__file__).parents[1]
 PHASES = {"compute": "compute", "input": "input"}

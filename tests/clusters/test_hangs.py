@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks import hang_trials, straggler_trials
 from loopwright.host import stacks, threads
-from loopwright.inquiry import verdict
+from loopwright.monitoring.hang_report import verdict
+from loopwright.monitoring.record import Leg
 from loopwright.run_folder import layout
-from loopwright.run_folder.legs import Leg
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INPUT, COLLECTIVE = "training: input (read, task.py:3)", "training: step or collective"

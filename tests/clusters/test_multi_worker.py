@@ -17,7 +17,7 @@ import runs
 from input_cases import ledger_digest
 
 import launch
-from loopwright.run_folder import flights
+from loopwright.monitoring import flights
 from loopwright.tools.ledger import __main__
 from loopwright.tools.local_cluster import make_cluster
 

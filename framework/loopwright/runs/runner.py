@@ -18,11 +18,11 @@ from loopwright.distribution import cluster as clusters
 from loopwright.distribution import placement
 from loopwright.engine.trainer_checks import require_precision
 from loopwright.errors import ConfigError
-from loopwright.flight import Flight
 from loopwright.graphs import randomness
 from loopwright.host import nvidia
 from loopwright.host.urls import is_url
 from loopwright.inputs.sources import main_source
+from loopwright.monitoring.flight import Flight
 from loopwright.observers import Observer
 from loopwright.optimizers.adapters import Optimizers
 from loopwright.options import (

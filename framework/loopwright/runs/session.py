@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from loopwright import configurables, hangs, registry
+from loopwright import configurables, registry
 from loopwright.actions.base import Action
 from loopwright.errors import ConfigError, Preempted
 from loopwright.evaluator import Evaluator
-from loopwright.flight import Flight
 from loopwright.hooks import Hook, Hooks, StopTraining
 from loopwright.host import files
+from loopwright.monitoring import hangs
+from loopwright.monitoring.flight import Flight
 from loopwright.options import Cadence, Hangs
 from loopwright.options.modes import TRAINING_MODES, Mode
 from loopwright.reporting.reports import Reports

@@ -11,8 +11,8 @@ import browser
 import pytest
 
 from loopwright import commands
+from loopwright.monitoring import goodput
 from loopwright.run_folder import folders
-from loopwright.tools import goodput
 from loopwright.tools.report import data, page
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 from loopwright.errors import ConfigError, is_finite
 from loopwright.host import bounded
 from loopwright.host.json_lines import Record
-from loopwright.run_folder import flights, folders
-from loopwright.tools import goodput
+from loopwright.monitoring import flights, goodput
+from loopwright.run_folder import folders
 
 VERIFY, MEDIA = "verify.json", "media"
 FEW, MOST_POINTS, MOST_OF_ALL, MOST_SHOWN = 4, 2000, 30_000, 6

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from loopwright.errors import printable
-from loopwright.run_folder import flights
+from loopwright.monitoring import flights, goodput
 from loopwright.run_folder.folders import texts
-from loopwright.tools import goodput
 from loopwright.tools.report.data import FEW, Shown
 from loopwright.tools.runs import diff, repetitions
 

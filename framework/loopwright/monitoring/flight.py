@@ -25,7 +25,7 @@ from loopwright.errors import Preempted
 from loopwright.hooks import Hook
 from loopwright.host import signals
 from loopwright.host.timing import HOST, Stopwatch
-from loopwright.run_folder import legs
+from loopwright.monitoring import record
 
 BEAT_S = 0.5
 """Seconds between two writes of the record."""
@@ -45,16 +45,16 @@ class Flight(Hook):
 
   def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
     """Takes the time; the first one of a command's process also has that of its imports."""
-    self.watch, self.leg, self._clock = Stopwatch(clock=clock), legs.here(), clock
+    self.watch, self.leg, self._clock = Stopwatch(clock=clock), record.here(), clock
     self._noted, self._began = clock(), time.time()
     self._before: dict[str, float] = {}
-    self._traces, self._pace = 0, legs.Pace()
-    self._writer: legs.Writer | None = None
+    self._traces, self._pace = 0, record.Pace()
+    self._writer: record.Writer | None = None
     self._lock = threading.RLock()
     self._over = threading.Event()
     if signals.owns_process and Flight._of_process:
       Flight._of_process = False
-      self.watch.seconds["imports"] = imports_s = legs.age_s()
+      self.watch.seconds["imports"] = imports_s = record.age_s()
       self._began -= imports_s
 
   def note(self, part: str) -> None:
@@ -75,7 +75,7 @@ class Flight(Hook):
     """
     self.note(SETUP)
     self.leg.began = self._began
-    self._writer = legs.Writer(model_dir, worker)
+    self._writer = record.Writer(model_dir, worker)
     self.watch.start(SETUP)
     self._write()
     name = "loopwright-flight"

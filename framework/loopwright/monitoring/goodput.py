@@ -1,6 +1,6 @@
 """`loopwright goodput RUN`: where the wall time of a run went, over all its starts.
 
-It reads the flight record of worker 0 (loopwright/run_folder/legs.py), and imports no TensorFlow.
+It reads the flight record of worker 0 (record.py), and imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from loopwright.errors import ConfigError, printable
-from loopwright.run_folder import flights, folders, layout
-from loopwright.run_folder.legs import Leg
+from loopwright.monitoring import flights
+from loopwright.monitoring.record import Leg
+from loopwright.run_folder import folders, layout
 
 if TYPE_CHECKING:
   from loopwright.commands.arguments import Parsed

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 import toys
 
+from loopwright.monitoring.communication import Communication
 from loopwright.runs.builder import Recipe
-from loopwright.strategies.workers.communication import Communication
 
 STEPS, LATE_S = 4, 0.4
 

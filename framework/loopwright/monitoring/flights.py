@@ -1,4 +1,4 @@
-"""Reads flight records, see legs.py: the legs of each worker of a run, and how fast it is alone.
+"""Reads flight records, see record.py: the legs of each worker of a run, and how fast it is alone.
 
 In synchronous training all workers take the same time for a loop. The phases show which one is
 slow: it computes, or waits for its input, while the others wait for it in the collective. Imports
@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from loopwright.errors import is_finite
 from loopwright.host import bounded, json_lines
+from loopwright.monitoring.record import COLLECTIVE, COMPUTE, FINEST_S, INPUT, Leg, bucket_of
 from loopwright.run_folder import layout
-from loopwright.run_folder.legs import COLLECTIVE, COMPUTE, FINEST_S, INPUT, Leg, bucket_of
 
 _LAST_BYTES = 2**16
 _REMEDY = "move it away to go on without it"

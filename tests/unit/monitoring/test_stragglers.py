@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from loopwright.flight import Flight
-from loopwright.run_folder import flights
-from loopwright.run_folder.legs import Leg, Pace
-from loopwright.strategies.workers.stragglers import LOOPS, WHILE_S, Stragglers
+from loopwright.monitoring import flights
+from loopwright.monitoring.flight import Flight
+from loopwright.monitoring.record import Leg, Pace
+from loopwright.monitoring.stragglers import LOOPS, WHILE_S, Stragglers
 
 
 def pace(input_s, compute_s, collective_s):

@@ -3,8 +3,8 @@
 The thread of the flight record (flight.py) calls `Watchdog.beat` twice a second. A phase hangs if
 it shows no progress for `run.hang_timeout_s`, or without that for ten times its usual time and at
 least a minute. Then every worker writes the stacks of its Python threads, finds out more about its
-phase, and the lowest worker that answers compares their records (inquiry.py). The request is a file
-in the run folder. docs/goodput.md has what is found.
+phase, and the lowest worker that answers compares their records (hang_report.py). The request is a
+file in the run folder. docs/goodput.md has what is found.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from loopwright import registry
-from loopwright.flight import TRAINING, Flight
 from loopwright.host import output, signals, stacks
+from loopwright.monitoring import record
+from loopwright.monitoring.flight import TRAINING, Flight
 from loopwright.options import Hangs
-from loopwright.run_folder import layout, legs
+from loopwright.run_folder import layout
 
 if TYPE_CHECKING:
-  from loopwright.inquiry import Inquiry
+  from loopwright.monitoring.hang_report import Inquiry
   from loopwright.trainer import Trainer
 
 FACTOR, FLOOR_S = 10.0, 60.0
@@ -56,7 +57,7 @@ class Watchdog:
     self._phase, self._unchanged_s, self._step_s, self._step = "", 0.0, 0.0, -1
     self._told, self._beat, self._judges_at = False, 0, 0
     self._inquiry: Inquiry | None = None
-    self._asked = legs.asked(model_dir)
+    self._asked = record.asked(model_dir)
     self._clock: stacks.Signalled | None = None
 
   @contextlib.contextmanager
@@ -77,7 +78,7 @@ class Watchdog:
     self._beat += 1
     if self._clock and self._beat % 4 == 1:
       self._clock.wind()
-    asked = legs.asked(self._model_dir)
+    asked = record.asked(self._model_dir)
     if asked != self._asked:
       self._asked = asked
       if self._inquiry is None:
@@ -109,7 +110,7 @@ class Watchdog:
     elif stalled_s > limit_s:
       self._told = True
       with contextlib.suppress(OSError):
-        legs.ask(self._model_dir)
+        record.ask(self._model_dir)
 
   def _has_stepped(self) -> bool:
     """Whether the loop has done steps since this was last asked."""

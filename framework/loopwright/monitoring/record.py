@@ -25,7 +25,6 @@ from loopwright.run_folder import layout
 INPUT, COMPUTE, COLLECTIVE = "input", "compute", "collective"
 FINEST_S, _LEAST_S = 1.05, 1e-6
 _RECENT = 9
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclasses.dataclass
@@ -33,7 +32,7 @@ class Leg:
   """A part of a process's time.
 
   Attributes:
-    process: its number on `host`, which started (`boot`) once and made it at `ticks`.
+    process: its number on `host`.
     began: seconds since the epoch.
     parts: name -> seconds.
     first: whether the process began with it.
@@ -52,8 +51,6 @@ class Leg:
 
   process: int = 0
   host: str = ""
-  boot: str = ""
-  ticks: int = 0
   began: float = 0.0
   parts: dict[str, float] = dataclasses.field(default_factory=dict)
   first: bool = False
@@ -118,29 +115,7 @@ class Writer:
 
 def here() -> Leg:
   """Returns a leg of this process, at its start."""
-  return Leg(
-    process=os.getpid(), host=os.uname().nodename, boot=boot(), ticks=ticks(os.getpid()), first=True
-  )
-
-
-def boot() -> str:
-  """Returns the id of this machine's boot; "" if it has none."""
-  return _BOOT.read_text().strip() if _BOOT.exists() else ""
-
-
-def ticks(process: int) -> int:
-  """Returns when a process began, in ticks since this machine's boot; 0 if unknown."""
-  with contextlib.suppress(OSError, ValueError, IndexError):
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
-  return 0
-
-
-def age_s() -> float:
-  """Returns for how long this process has been running; 0 if the system does not say."""
-  began = ticks(os.getpid())
-  if not began:
-    return 0.0
-  return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
+  return Leg(process=os.getpid(), host=os.uname().nodename, first=True)
 
 
 def ask(model_dir: str) -> None:
@@ -189,3 +164,11 @@ class Pace:
 def bucket_of(seconds: float) -> str:
   """Returns the number of a bucket, as text, a key of JSON; each is 5 % wide."""
   return str(round(math.log(max(seconds, _LEAST_S), FINEST_S)))
+
+
+def age_s() -> float:
+  """Returns for how long this process has been running; 0 if the system does not say."""
+  with contextlib.suppress(OSError, ValueError, IndexError):
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+  return 0.0

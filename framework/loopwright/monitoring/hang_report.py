@@ -8,12 +8,13 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from loopwright.flight import BEAT_S, TRAINING, Flight
 from loopwright.graphs.operations import operations
-from loopwright.hangs import READ_S, warn, within
 from loopwright.host import signals, stacks, threads
-from loopwright.run_folder import flights, layout
-from loopwright.run_folder.legs import Leg
+from loopwright.monitoring import flights
+from loopwright.monitoring.flight import BEAT_S, TRAINING, Flight
+from loopwright.monitoring.hangs import READ_S, warn, within
+from loopwright.monitoring.record import Leg
+from loopwright.run_folder import layout
 
 if TYPE_CHECKING:
   from loopwright.trainer import Trainer

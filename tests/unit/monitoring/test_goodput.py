@@ -13,11 +13,11 @@ from input_cases import one_line_error
 
 from benchmarks import goodput_trials
 from loopwright import Action, ArraySource, commands
-from loopwright.run_folder import flights, layout, legs
-from loopwright.run_folder.legs import Leg
+from loopwright.monitoring import flights, goodput, record
+from loopwright.monitoring.record import Leg
+from loopwright.run_folder import layout
 from loopwright.runs.runner import run
 from loopwright.strategies import factories
-from loopwright.tools import goodput
 
 NOW = 10_000.0
 
@@ -187,7 +187,7 @@ def test_a_torn_line_is_left_out_and_the_next_process_writes_behind_it(tmp_path)
   path = tmp_path / layout.flight(0)
   path.parent.mkdir()
   path.write_text('{"began": 1, "parts": {"host": 2}, "first": true}\n{"began": 5, "par')
-  writer = legs.Writer(str(tmp_path), 0)
+  writer = record.Writer(str(tmp_path), 0)
   writer.write(Leg(began=7, parts={"a long name": 1.0}, phase=["x" * 50]))
   writer.write(Leg(began=7, parts={"a": 1.5}))
   writer.next()

@@ -1,7 +1,7 @@
 """Says in one line which worker the others have been waiting for.
 
 The thread of the flight record (flight.py) calls `Stragglers.beat` twice a second on the chief,
-which compares the paces in the records of all workers (run_folder/flights.py).
+which compares the paces in the records of all workers (flights.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 
 from loopwright.host import output
-from loopwright.run_folder import flights, layout
-from loopwright.run_folder.legs import Leg
+from loopwright.monitoring import flights
+from loopwright.monitoring.record import Leg
+from loopwright.run_folder import layout
 
 EVERY_BEATS = 10
 WHILE_S, LOOPS = 30.0, 5

@@ -1,0 +1,1 @@
+"""What a process spends its time on, hangs, slow workers."""
