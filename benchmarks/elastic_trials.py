@@ -48,7 +48,7 @@ import tensorflow as tf
 from benchmarks.comparison import different_tensors, reached, records
 from benchmarks.trials import Outcome, Run
 from loopwright.host.children import PROGRAM
-from loopwright.monitoring import flights, record
+from loopwright.monitoring import record
 from loopwright.run_folder import checkpoints, layout
 from loopwright.tools.ledger import __main__ as ledger
 from loopwright.tools.local_cluster import LocalCluster
@@ -128,7 +128,7 @@ class Elastic:
 
   def leg(self, worker: int, pid: int) -> record.Leg | None:
     with suppress(Exception):  # it is being written
-      found = flights.last(str(self.folder))[worker]
+      found = record.last(str(self.folder))[worker]
       return found if found.process == pid else None
 
   def alive(self) -> list[int]:
@@ -339,7 +339,7 @@ def exact_until(folder: Path, sizes: Sequence[int]) -> int:
   if not other:
     return STEPS
   at = datetime.fromisoformat(other[0].split()[1]).timestamp()
-  after = [leg for leg in flights.read(str(folder))[0] if leg.first and leg.began >= at - 1]
+  after = [leg for leg in record.read(str(folder))[0] if leg.first and leg.began >= at - 1]
   return min((leg.from_step or 0 for leg in after), default=0)
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 _SILENT = r"and does not answer: .*; last seen in"
+_CALLS = r".*training: input or host function"
 EXPECTED = {
-  "input": r"worker 1 is behind, at step 4\d, .*training: input \(deadlock, hang_task.py",
+  "input": rf"worker 1 is behind, at step 4\d, {_CALLS} \(deadlock, hang_task.py",
   "file": r"worker 1 is behind, at step 4\d, .*training: input \(openat of .*fifo",
-  "host function": r"worker 1 is behind, at step 4\d, .*training: host function \(sleep, hang_task",
+  "host function": rf"worker 1 is behind, at step 4\d, {_CALLS} \(sleep, hang_task",
   "action": r"worker 1 is behind, at step 40, .*action Hangs \(deadlock, hang_task.py",
   "skipped rendezvous": r"worker 0 is behind, at step 40, .*(action Hangs|host)",
   "stopped 0": rf"worker 0 is behind, at step 40, {_SILENT} (host|action Hangs)",

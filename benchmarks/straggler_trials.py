@@ -22,7 +22,7 @@ import tensorflow as tf
 
 import loopwright
 from loopwright import ArraySource, Batch, Loss, Task
-from loopwright.monitoring import flights
+from loopwright.monitoring import stragglers
 from loopwright.run_folder import layout
 
 REPOSITORY = Path(__file__).parents[1]
@@ -76,14 +76,14 @@ class Told(NamedTuple):
   """What a run of two workers has told.
 
   Attributes:
-    times: worker -> phase -> times.
+    paces: worker -> phase -> seconds of a step.
     slow: who is slow by the last loops.
     line: the one that names it; "" without.
     step_s: the median of all loops' seconds of a step.
   """
 
-  times: dict[int, dict[str, flights.Times]]
-  slow: flights.Slow | None
+  paces: stragglers.Paces
+  slow: stragglers.Slow | None
   line: str
   step_s: float
 
@@ -105,9 +105,8 @@ def trial(folder: str, slowed: dict[str, list[float]], *, steps: int) -> Told:
   )  # fmt: skip
   if done.returncode:
     raise RuntimeError(done.stderr[-2000:])
-  told = [line for line in done.stderr.splitlines() if "WARNING: slow worker" in line]
-  times = {worker: flights.times(found) for worker, found in flights.read(folder).items()}
-  last = {worker: leg.pace for worker, leg in flights.last(folder).items()}
+  told = [line for line in done.stderr.splitlines() if " is slow, mostly in " in line]
+  paces = stragglers.paces(folder)
   log = Path(folder, layout.METRICS).read_text().splitlines()
   rates = [json.loads(line)["steps_per_second"] for line in log]
-  return Told(times, flights.slow(last), told[0] if told else "", 1 / statistics.median(rates))
+  return Told(paces, stragglers.slow(paces), told[0] if told else "", 1 / statistics.median(rates))

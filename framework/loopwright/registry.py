@@ -96,9 +96,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.engine.compile_cache": "compile_cache=opened without_kept",
     "loopwright.engine.one_program": "as_one_program",
     "loopwright.inputs.agreement": "require_agreement",
-    "loopwright.monitoring.hang_report": "Inquiry",
     "loopwright.monitoring.communication": "Communication",
-    "loopwright.monitoring.stragglers": "Stragglers",
     "loopwright.models.batch_norm": "only_examples",
     "loopwright.models.recomputation": "recompute_layers",
     "loopwright.optimizers.schedules": "constant linear_warmup cosine_decay exponential_decay "

@@ -17,7 +17,7 @@ import runs
 from input_cases import ledger_digest
 
 import launch
-from loopwright.monitoring import flights
+from loopwright.monitoring import stragglers
 from loopwright.tools.ledger import __main__
 from loopwright.tools.local_cluster import make_cluster
 
@@ -152,13 +152,12 @@ def test_only_the_chief_writes(trained):
 
 def test_each_worker_records_its_own_times(trained):
   """Of all loops but the first, which is traced; the chief prints them at the end."""
-  found = flights.read(str(trained(2).folder / "m"))
+  found = stragglers.paces(str(trained(2).folder / "m"))
   assert found.keys() == {0, 1}
-  for worker in found.values():
-    counts = [leg.times for leg in worker if leg.times]
-    for phase in ("input", "compute", "collective"):
-      assert sum(sum(each[phase].values()) for each in counts) == STEPS - 1
-  assert flights.table(found) in trained(2).err
+  for pace in found.values():
+    assert pace.keys() == {"input", "compute", "collective"}
+    assert pace["compute"] > 0
+  assert stragglers.table(found) in trained(2).err
 
 
 @pytest.mark.whole

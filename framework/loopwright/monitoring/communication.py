@@ -12,17 +12,12 @@ from loopwright.observers import AllReduce, Observer, StepObserver, Tensors
 class Communication(Observer):
   """Adds "communication_s" to a loop's results: how long its steps waited in the all-reduce.
 
-  From a replica's own sums being ready to the sums over all replicas being there; the mean over the
-  replicas of this process. Where gradients are sent in several buckets, from the last gradient on.
-  It holds nothing up, and changes no number.
+  From the last gradient of a replica until the sums over all replicas are there; the mean over the
+  replicas of this process. It holds nothing up, and changes no number.
   """
 
   def __init__(self, replicas: int) -> None:
-    """Makes the variable that adds up; call it outside of a strategy's scope.
-
-    Args:
-      replicas: how many of them this process has.
-    """
+    """Makes the variable that adds up, over this process's replicas; not in a strategy's scope."""
     self._replicas, self._clock = replicas, timing.LoopClock()
     with tf.device("CPU:0"):
       self.sum = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="communication")

@@ -1,21 +1,16 @@
 """The flight record of a process: where its time goes, kept for `loopwright goodput`.
 
-    flight = Flight()                      when the process has its imports
-    flight.note("connecting")              what it did until now
-    with flight.recorded("runs/x", 0):     when nothing refuses the run any more
-      flight.begins(step=0)
-      flight.loop_begins(step=0)
-      flight.loop_ends(step=100, output=..., traces=1)
-      flight.saved()
-
 The parts come from the functions that `loopwright.host.timing.timed` decorates. A thread writes the
 record twice a second; nothing of it is in the compiled step.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -45,10 +40,14 @@ class Flight(Hook):
 
   def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
     """Takes the time; the first one of a command's process also has that of its imports."""
-    self.watch, self.leg, self._clock = Stopwatch(clock=clock), record.here(), clock
+    self.watch, self.leg, self._clock = Stopwatch(clock=clock), record.Leg(), clock
+    self.leg.process, self.leg.host, self.leg.first = os.getpid(), os.uname().nodename, True
     self._noted, self._began = clock(), time.time()
     self._before: dict[str, float] = {}
-    self._traces, self._pace = 0, record.Pace()
+    self._traces = 0
+    self._recent: dict[str, collections.deque[float]] = collections.defaultdict(
+      lambda: collections.deque(maxlen=9)
+    )
     self._writer: record.Writer | None = None
     self._lock = threading.RLock()
     self._over = threading.Event()
@@ -132,10 +131,18 @@ class Flight(Hook):
       input_s = min(float(output.get("input_wait_s", 0.0)), seconds)
       self.watch.move(input_s, TRAINING, INPUT)
       if steps > 0:
-        wait_s = output.get("communication_s")  # None unless it is measured
-        with self._lock:
-          self._pace.add(self.leg, steps, seconds, input_s, wait_s)
+        self._count(steps, seconds, input_s, output.get("communication_s"))
     self._write()  # so that a kill leaves the number of steps
+
+  def _count(self, steps: int, seconds: float, input_s: float, wait_s: float | None) -> None:
+    """Counts a loop for `Leg.pace`; a wait in collectives that is not measured is computing."""
+    phases = {record.INPUT: input_s, record.COMPUTE: max(0.0, seconds - input_s - (wait_s or 0.0))}
+    if wait_s is not None:
+      phases[record.COLLECTIVE] = wait_s
+    with self._lock:
+      for phase, value in phases.items():
+        self._recent[phase].append(value / steps)
+        self.leg.pace[phase] = round(statistics.median(self._recent[phase]), 9)
 
   def saved(self) -> None:
     """A save of this step has begun: another leg begins."""
@@ -146,7 +153,7 @@ class Flight(Hook):
       self._before = self._write()
       self._writer.next()
       self.leg = dataclasses.replace(
-        self.leg, began=self.leg.end, parts={}, times={}, first=False, from_step=self.leg.step,
+        self.leg, began=self.leg.end, parts={}, first=False, from_step=self.leg.step,
         traced=0, saved=False,
       )  # fmt: skip
 

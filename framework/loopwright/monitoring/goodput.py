@@ -10,11 +10,11 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from loopwright.errors import ConfigError, printable
-from loopwright.monitoring import flights
+from loopwright.monitoring import record, stragglers
 from loopwright.monitoring.record import Leg
 from loopwright.run_folder import folders, layout
 
@@ -27,26 +27,6 @@ _START = ("imports", "setup", "connecting", "restoring", "tracing")
 """The parts of a process's time before its first step ends."""
 _ALIVE_S = 5.0
 """A record that was not written for so long is of a process that has ended."""
-ADVICE: Mapping[str, str] = {
-  PRODUCTIVE: "the rest is what this command could still tell about; `Profile` tells what a step "
-  "spends (docs/traces.md)",
-  REPEATED: "save more often: a smaller run.checkpoint_every_steps",
-  "input wait": "make preprocess() and the source cheaper: vectorise, decode and shrink once, "
-  "memory-map (docs/inputs.md)",
-  "checkpoints": "save less often: a larger run.checkpoint_every_steps",
-  "evaluation": "evaluate less often or in larger batches: run.eval_every_steps, "
-  "run.eval_batch_size",
-  "waiting for workers": "one worker is slower than the others, or starts later: compare "
-  "flight/*.jsonl and their logs",
-  DOWN: "no process of the run lived, or none came to train: let what starts it restart it "
-  "at once, as --max_restarts does, or a scheduler's requeue",
-  "start": "paid once per process, so it matters less in a longer run",
-  "recovery": "paid at each restart: make imports, setup and tracing cheaper, or restarts fewer",
-  "reporting": "report less often: a larger run.steps_per_loop",
-  "host": "return to the host less often: a larger run.steps_per_loop",
-}
-"""Part, or its first word, -> what to change if it is the largest loss."""
-_OTHERWISE = "make it cheaper, or call it less often"
 
 
 class Goodput(NamedTuple):
@@ -54,10 +34,9 @@ class Goodput(NamedTuple):
 
   Attributes:
     began: of its first process, in seconds since the epoch.
-    parts: name -> seconds; they exclude each other and add up to the time from `began` to the end
-      of the last process, or to the last sign of it.
-    starts: how many processes worker 0 has had.
-    broken: how many of them were killed or failed.
+    parts: name -> seconds; they exclude each other and add up to the time from `began` to the last
+      sign of the last process.
+    starts, broken: how many processes worker 0 has had; and of them, were killed or failed.
     steps, repeated: steps that count, and steps that were done in vain.
   """
 
@@ -88,7 +67,7 @@ def of(worker: Sequence[Leg], now: float) -> Goodput:
   Args:
     now: seconds since the epoch, which tells whether the last process still runs.
   """
-  starts = flights.starts(worker)
+  starts = _starts(worker)
   kept = _kept(starts, now)
   usual_s = _step_s(worker)
   parts: dict[str, float] = collections.defaultdict(float)
@@ -117,6 +96,16 @@ def of(worker: Sequence[Leg], now: float) -> Goodput:
     ),
     repeated=repeated,
   )
+
+
+def _starts(worker: Sequence[Leg]) -> list[list[Leg]]:
+  """Returns the legs of each process."""
+  starts: list[list[Leg]] = []
+  for leg in worker:
+    if leg.first or not starts:
+      starts.append([])
+    starts[-1].append(leg)
+  return starts
 
 
 def _steps(leg: Leg) -> int:
@@ -182,7 +171,7 @@ def _called(name: str, *, counts: bool, recovers: bool) -> str:
 
 
 def table(found: Goodput) -> str:
-  """Returns the lines to print: each part, the largest loss, what to change."""
+  """Returns the lines to print: the productive steps, then each loss, the largest first."""
   rows = found.ordered()
   width = max(len(name) for name, _ in rows)
   began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.began))
@@ -195,14 +184,7 @@ def table(found: Goodput) -> str:
     f"  {name:{width}} {seconds:10.2f} s {100 * found.share(name):5.1f} %" for name, seconds in rows
   ]
   total = f"  {'total':{width}} {found.seconds:10.2f} s 100.0 %"
-  return "\n".join([head, *lines, total, largest(found)])
-
-
-def largest(found: Goodput) -> str:
-  """Returns a line with the largest loss and what to change; see `table`."""
-  part = next((name for name, _ in found.ordered() if name != PRODUCTIVE), "none")
-  advice = ADVICE.get(part) or ADVICE.get(part.partition(":")[0]) or _OTHERWISE
-  return f"largest loss: {part}; {advice}."
+  return "\n".join([head, *lines, total])
 
 
 def define(parser: Parser) -> None:
@@ -228,12 +210,12 @@ def run(parsed: Parsed) -> int:
   if parsed.values.json:
     print(json.dumps({**found._asdict(), "seconds": found.seconds}, indent=2))
     return 0
-  lines = [table(found), flights.table(flights.read(told.path))]
+  lines = [table(found), stragglers.table(stragglers.paces(told.path))]
   print("\n".join(map(printable, "\n".join(filter(None, lines)).split("\n"))))
   return 0
 
 
 def read(path: str) -> Goodput | None:
   """Returns the goodput of a run folder; None if it has no flight record (host)."""
-  worker = flights.read(path).get(0)
+  worker = record.read(path).get(0)
   return of(worker, time.time()) if worker else None

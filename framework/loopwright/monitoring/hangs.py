@@ -2,9 +2,9 @@
 
 The thread of the flight record (flight.py) calls `Watchdog.beat` twice a second. A phase hangs if
 it shows no progress for `run.hang_timeout_s`, or without that for ten times its usual time and at
-least a minute. Then every worker writes the stacks of its Python threads, finds out more about its
-phase, and the lowest worker that answers compares their records (hang_report.py). The request is a
-file in the run folder. docs/goodput.md has what is found.
+least a minute. Then every worker writes its stacks and what it does (hang_report.py), and the
+lowest worker that answers compares their records. The request is a file in the run folder.
+docs/goodput.md has what is found.
 """
 
 from __future__ import annotations
@@ -14,49 +14,41 @@ import contextlib
 import os
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from loopwright import registry
 from loopwright.host import output, signals, stacks
-from loopwright.monitoring import record
-from loopwright.monitoring.flight import TRAINING, Flight
+from loopwright.monitoring import hang_report, record, stragglers
+from loopwright.monitoring.flight import BEAT_S, TRAINING, Flight
 from loopwright.options import Hangs
 from loopwright.run_folder import layout
 
 if TYPE_CHECKING:
-  from loopwright.monitoring.hang_report import Inquiry
   from loopwright.trainer import Trainer
 
 FACTOR, FLOOR_S = 10.0, 60.0
 """Without a timeout: a phase of ten times its usual time, and at least a minute, hangs."""
 _LATER_S = 20.0
 """So much later a process whose threads do not get Python's lock writes its stacks, or ends."""
-READ_S = 2.0
+_ANSWERS_S = 3.0
+"""Time for the workers to answer, before their records are compared."""
 
 
 class Watchdog:
   """Watches the phases of one process; see the module."""
 
-  def __init__(
-    self, flight: Flight, trainer: Trainer, model_dir: str, *, timeout_s: float | None, ends: bool
-  ) -> None:
-    """Watches nothing yet (host).
-
-    Args:
-      timeout_s: seconds without progress that are a hang; None for a multiple of the usual time.
-      ends: whether the processes of a run that hangs then end, with status 1.
-    """
+  def __init__(self, flight: Flight, trainer: Trainer, model_dir: str, options: Hangs) -> None:
+    """Watches nothing yet (host)."""
     self._flight, self._trainer, self._model_dir = flight, trainer, model_dir
-    self._worker = trainer.cluster.index
-    self._timeout_s, self._ends = timeout_s, ends
-    self._stacks = os.path.join(model_dir, layout.stacks(self._worker))
+    self._worker, self._size = trainer.cluster.index, trainer.cluster.size
+    self._timeout_s, self._ends = options.hang_timeout_s, options.end_if_hung
     self._usual: dict[str, collections.deque[float]] = collections.defaultdict(
       lambda: collections.deque(maxlen=9)
     )
     self._phase, self._unchanged_s, self._step_s, self._step = "", 0.0, 0.0, -1
     self._told, self._beat, self._judges_at = False, 0, 0
-    self._inquiry: Inquiry | None = None
+    self._beats: Mapping[int, int] = {}
     self._asked = record.asked(model_dir)
     self._clock: stacks.Signalled | None = None
 
@@ -64,8 +56,9 @@ class Watchdog:
   def watching(self) -> Any:
     """Registers what works without Python's lock, in a process of the command line (host)."""
     if signals.owns_process and threading.current_thread() is threading.main_thread():
-      after_s = self._timeout_s or FLOOR_S
-      self._clock = stacks.Signalled(self._stacks, after_s=after_s + _LATER_S, ends=self._ends)
+      path = os.path.join(self._model_dir, layout.stacks(self._worker))
+      after_s = (self._timeout_s or FLOOR_S) + _LATER_S
+      self._clock = stacks.Signalled(path, after_s=after_s, ends=self._ends)
     try:
       yield
     finally:
@@ -81,14 +74,12 @@ class Watchdog:
     asked = record.asked(self._model_dir)
     if asked != self._asked:
       self._asked = asked
-      if self._inquiry is None:
-        self._inquiry = registry.load("part", "Inquiry")(
-          self._flight, self._trainer, self._model_dir, ends=self._ends
-        )
-      self._judges_at = self._beat + self._inquiry.answer()
-    elif self._judges_at == self._beat and self._inquiry is not None:
+      hang_report.answer(self._flight.leg, self._trainer, self._model_dir)
+      self._beats = {worker: leg.beat for worker, leg in self._others().items()}
+      self._judges_at = self._beat + round(_ANSWERS_S / BEAT_S)
+    elif self._judges_at == self._beat:
       self._told = True
-      self._inquiry.judge()
+      self._judge()
     self._look()
 
   def _look(self) -> None:
@@ -97,7 +88,7 @@ class Watchdog:
     if leg.unchanged_s < self._unchanged_s:  # it has gone on
       self._usual[self._phase].append(self._unchanged_s)
       if self._told:
-        warn(f"goes on: worker {self._worker} has left {leg.doing or self._phase}")
+        _warn(f"goes on: worker {self._worker} has left {leg.doing or self._phase}")
       self._told, self._step_s, leg.doing = False, 0.0, ""
     self._phase, self._unchanged_s = leg.path, leg.unchanged_s
     usual = self._usual.get(self._phase)
@@ -114,54 +105,51 @@ class Watchdog:
 
   def _has_stepped(self) -> bool:
     """Whether the loop has done steps since this was last asked."""
-    step = within(READ_S, lambda: int(self._trainer.global_step.numpy()))
+    step = hang_report.global_step(self._trainer)
     before, self._step = self._step, self._flight.leg.step if step is None else step
     return self._step > max(before, self._flight.leg.step)
+
+  def _others(self) -> dict[int, record.Leg]:
+    """Returns the last leg of each worker of this cluster that has not ended."""
+    found = {}
+    with contextlib.suppress(Exception):  # it must say what it knows
+      found = record.last(self._model_dir)
+    return {w: leg for w, leg in found.items() if w < self._size and not leg.ended}
+
+  def _judge(self) -> None:
+    """Says who is behind, if this is the lowest worker that answers; ends the process if asked."""
+    found = {**self._others(), self._worker: self._flight.leg}
+    silent = {w for w, leg in found.items() if leg.beat == self._beats.get(w) and w != self._worker}
+    ends = self._ends and signals.owns_process
+    if self._worker == min(found.keys() - silent):
+      then = "it ends" if ends else "it goes on waiting"
+      said = hang_report.verdict(found, silent)
+      _warn(f"{said}; {then}; stacks: {self._model_dir}/{layout.FLIGHT}/")
+    elif ends:
+      time.sleep(_ANSWERS_S)  # what supervises the workers ends all of them after the first
+    if ends:
+      os._exit(1)
 
 
 @contextlib.contextmanager
 def watched(
   flight: Flight, trainer: Trainer, folder: str, options: Hangs, *, say: Callable[[str], object]
 ) -> Iterator[None]:
-  """Keeps the flight record and watches for hangs and slow workers while it runs (host).
+  """Keeps the flight record of a run folder and watches for hangs while it runs (host).
 
   Args:
-    folder: of the run.
     say: gets the table of the workers' times in the end, if there are several workers.
   """
   cluster = trainer.cluster
-  watchdog = Watchdog(
-    flight, trainer, folder, timeout_s=options.hang_timeout_s, ends=options.end_if_hung
-  )
-  stragglers = None
-  if cluster.is_chief and cluster.size > 1:
-    stragglers = registry.load("part", "Stragglers")(folder, cluster.size)
-
-  def beat() -> None:
-    watchdog.beat()
-    if stragglers is not None:
-      stragglers.beat()
-
-  with flight.recorded(folder, cluster.index, beat=beat), watchdog.watching():
+  watchdog = Watchdog(flight, trainer, folder, options)
+  with flight.recorded(folder, cluster.index, beat=watchdog.beat), watchdog.watching():
     yield
-  if stragglers is not None and (said := stragglers.table()):
-    say(said)
+  if cluster.is_chief and cluster.size > 1:
+    with contextlib.suppress(Exception):  # what only watches must not end a run
+      if said := stragglers.table(stragglers.paces(folder)):
+        say(said)
 
 
-def within(seconds: float, function: Callable[[], Any]) -> Any:
-  """Returns what a function returns; None if it fails, or takes longer: it is left to itself."""
-  results: list[Any] = []
-
-  def call() -> None:
-    with contextlib.suppress(Exception):
-      results.append(function())
-
-  thread = threading.Thread(target=call, name="loopwright-asks", daemon=True)
-  thread.start()
-  thread.join(seconds)
-  return results[0] if results else None
-
-
-def warn(line: str) -> None:
+def _warn(line: str) -> None:
   """Writes a line to stderr, if that needs no waiting."""
   output.put_now(2, f"WARNING: hang: {line}\n".encode())

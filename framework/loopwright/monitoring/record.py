@@ -3,28 +3,28 @@
 One JSON object a line, a leg: from the start of a process to its first save, from a save to the
 next one, from the last one to the end. The last line is written again, in place, twice a second. So
 what a kill leaves is behind by half a second at most. The legs of a process follow each other
-without a gap, and the parts of a leg exclude each other. Imports no TensorFlow; flights.py reads
-them.
+without a gap, and the parts of a leg exclude each other. Imports no TensorFlow.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import json
-import math
 import os
-import statistics
+import re
 import time
 import uuid
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from loopwright.errors import is_finite
+from loopwright.host import bounded, json_lines
 from loopwright.run_folder import layout
 
 INPUT, COMPUTE, COLLECTIVE = "input", "compute", "collective"
-FINEST_S, _LEAST_S = 1.05, 1e-6
-_RECENT = 9
+_LAST_BYTES = 2**16
+_FILE = re.compile(r"(\d{1,6})\.jsonl")
 
 
 @dataclasses.dataclass
@@ -40,7 +40,6 @@ class Leg:
     loops: the loops that the process has begun.
     traced: steps of loops that were traced; their time is the part "tracing".
     saved: whether it ended with a save of `step`.
-    times: phase of a step -> bucket of seconds -> steps; see flights.py.
     pace: phase -> seconds of a step, the median of the last loops.
     phase: what the process did when the line was written, the innermost last.
     unchanged_s: since when, or since its last sign of progress.
@@ -59,7 +58,6 @@ class Leg:
   loops: int = 0
   traced: int = 0
   saved: bool = False
-  times: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
   pace: dict[str, float] = dataclasses.field(default_factory=dict)
   phase: list[str] = dataclasses.field(default_factory=list)
   unchanged_s: float = 0.0
@@ -68,14 +66,9 @@ class Leg:
   ended: str = ""
 
   @property
-  def seconds(self) -> float:
-    """How long it took so far."""
-    return sum(self.parts.values())
-
-  @property
   def end(self) -> float:
     """When it ended, in seconds since the epoch."""
-    return self.began + self.seconds
+    return self.began + sum(self.parts.values())
 
   @property
   def path(self) -> str:
@@ -113,11 +106,6 @@ class Writer:
     os.close(self._descriptor)
 
 
-def here() -> Leg:
-  """Returns a leg of this process, at its start."""
-  return Leg(process=os.getpid(), host=os.uname().nodename, first=True)
-
-
 def ask(model_dir: str) -> None:
   """Asks all processes of a run for their stacks (host)."""
   path = Path(model_dir, layout.FLIGHT, layout.ASKED)
@@ -133,37 +121,53 @@ def asked(model_dir: str) -> str:
   return ""
 
 
-class Pace:
-  """Counts the loops of a process: for `Leg.times`, all of them; for `Leg.pace`, the last ones."""
+def read(model_dir: str, *, last_bytes: int | None = None) -> dict[int, list[Leg]]:
+  """Returns worker -> its legs, oldest first; {} of a run that has no record (host).
 
-  def __init__(self) -> None:
-    self._recent: dict[str, collections.deque[float]] = collections.defaultdict(
-      lambda: collections.deque(maxlen=_RECENT)
-    )
+  Args:
+    last_bytes: read only so many of each file, its last ones.
 
-  def add(self, leg: Leg, steps: int, seconds: float, input_s: float, wait_s: float | None) -> None:
-    """Adds a loop to a leg.
-
-    Args:
-      steps: how many it had.
-      seconds: how long it took, with `input_s` and `wait_s`.
-      input_s: its wait for input.
-      wait_s: its wait in collectives; None if that is not known, and counts as computing.
-    """
-    phases = {INPUT: input_s, COMPUTE: max(0.0, seconds - input_s - (wait_s or 0.0))}
-    if wait_s is not None:
-      phases[COLLECTIVE] = wait_s
-    for phase, value in phases.items():
-      step_s = value / steps
-      self._recent[phase].append(step_s)
-      leg.pace[phase] = round(statistics.median(self._recent[phase]), 9)
-      counts = leg.times.setdefault(phase, {})
-      counts[bucket_of(step_s)] = counts.get(bucket_of(step_s), 0) + steps
+  Raises:
+    ConfigError: a file cannot be read.
+  """
+  found: dict[int, list[Leg]] = {}
+  folder = Path(model_dir, layout.FLIGHT)
+  for name in filter(None, map(_FILE.fullmatch, os.listdir(folder) if folder.is_dir() else ())):
+    path = str(folder / name[0])
+    size = bounded.require_file(path, "a flight record")
+    with bounded.reading(path, "move it away to go on without it"), open(path, "rb") as file:
+      file.seek(max(0, size - (last_bytes or size)))
+      text = file.read()
+    if legs := of_lines(text.decode(errors="replace").splitlines()):
+      found[int(name[1])] = legs
+  return dict(sorted(found.items()))
 
 
-def bucket_of(seconds: float) -> str:
-  """Returns the number of a bucket, as text, a key of JSON; each is 5 % wide."""
-  return str(round(math.log(max(seconds, _LEAST_S), FINEST_S)))
+def of_lines(lines: Iterable[str]) -> list[Leg]:
+  """Returns the legs in some lines; leaves out lines that are not legs."""
+  return [leg for line in lines if (leg := _leg(json_lines.parsed(line))) is not None]
+
+
+def last(model_dir: str) -> dict[int, Leg]:
+  """Returns worker -> its last leg, from the end of each file; raises as `read` does (host)."""
+  return {worker: legs[-1] for worker, legs in read(model_dir, last_bytes=_LAST_BYTES).items()}
+
+
+def _leg(record: Mapping[str, object] | None) -> Leg | None:
+  """Returns the leg of a line; None if a field is not of the type of its default."""
+  if record is None or not is_finite(record.get("began")):
+    return None
+  defaults = vars(Leg(from_step=0))
+  known = {name: record[name] for name in defaults if record.get(name) is not None}
+  for name, value in known.items():
+    wanted = type(defaults[name])
+    if not isinstance(value, (float, int) if wanted is float else wanted):
+      return None
+  leg = Leg(**known)  # type: ignore[arg-type]
+  for parts in (leg.parts, leg.pace):
+    for name in [name for name, seconds in parts.items() if not is_finite(seconds)]:
+      del parts[name]
+  return leg
 
 
 def age_s() -> float:

@@ -1,86 +1,94 @@
-"""Says in one line which worker the others have been waiting for.
+"""How fast each worker of a run is by itself, and which one the others wait for.
 
-The thread of the flight record (flight.py) calls `Stragglers.beat` twice a second on the chief,
-which compares the paces in the records of all workers (flights.py).
+In synchronous training all workers take the same time for a loop. The phases show which one is
+slow: it computes, or waits for its input, while the others wait for it in the collective. Imports
+no TensorFlow.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import time
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from loopwright.host import output
-from loopwright.monitoring import flights
-from loopwright.monitoring.record import Leg
-from loopwright.run_folder import layout
+from loopwright.monitoring import record
+from loopwright.monitoring.record import COLLECTIVE, COMPUTE, INPUT
 
-EVERY_BEATS = 10
-WHILE_S, LOOPS = 30.0, 5
-"""A worker must have been slow for so long, and in so many loops."""
-_OVER = 1.15
-"""Below this ratio a worker that was slow is slow no more."""
+RATIO, NOTABLE = 1.3, 0.05
+"""A worker is slow at so many times the others' time, if that is so much of a step."""
+HEADS = ("worker", "phase", "ms")
+Paces = Mapping[int, Mapping[str, float]]
+"""Worker -> phase -> seconds of a step, the median of its last loops."""
 
 
-class Stragglers:
-  """Compares the workers of one start of a run."""
+class Slow(NamedTuple):
+  """A worker that the others wait for.
 
-  def __init__(
-    self, model_dir: str, workers: int, *, clock: Callable[[], float] = time.monotonic
-  ) -> None:
-    self._model_dir, self._workers, self._clock = model_dir, workers, clock
-    self._beats = 0
-    self._slow: int | None = None
-    self._since, self._loops = 0.0, 0
-    self._told = False
+  Attributes:
+    phase: in which it differs most.
+    own_s, usual_s: seconds of a step before the collective; of this worker, and the others' median.
+    step_s: seconds of a step.
+  """
 
-  def beat(self) -> None:
-    """Now and then compares the workers, and says who is slow (the thread of the record)."""
-    self._beats += 1
-    if self._beats % EVERY_BEATS or self._workers < 2:
-      return
-    found: dict[int, Leg] = {}
-    with contextlib.suppress(Exception):  # what only watches must not end a run
-      found = flights.last(self._model_dir)
-    if line := self.judged({w: leg for w, leg in found.items() if w < self._workers}):
-      output.put_now(2, f"WARNING: slow worker: {line}\n".encode())
+  worker: int
+  phase: str
+  own_s: float
+  usual_s: float
+  step_s: float
 
-  def table(self) -> str:
-    """Returns the times of all workers and phases so far, as lines; "" without another worker."""
-    if self._workers > 1:
-      with contextlib.suppress(Exception):
-        return flights.table(flights.read(self._model_dir))
-    return ""
+  @property
+  def better_s(self) -> float:
+    """The seconds of a step if this worker were as fast as the others; see docs/scaling.md."""
+    return self.step_s - (self.own_s - self.usual_s)
 
-  def judged(self, found: Mapping[int, Leg]) -> str:
-    """Returns a line if a worker has been slow for long enough, and was not told; else "".
-
-    Args:
-      found: worker -> its last leg.
-    """
-    told = {w: leg.pace for w, leg in found.items() if not leg.ended}
-    known = self._workers == len(told)
-    slow = flights.slow(told, ratio=_OVER if self._told else flights.RATIO) if known else None
-    now = self._clock()
-    if slow is None or slow.worker != self._slow:
-      self._slow, self._told = (slow.worker if slow else None), False
-      self._since, self._loops = now, found[slow.worker].loops if slow else 0
-      return ""
-    leg = found[slow.worker]
-    if self._told or now - self._since < WHILE_S or leg.loops - self._loops < LOOPS:
-      return ""
-    self._told = True
-    return line(slow, leg.host, now - self._since, self._model_dir)
+  def __str__(self) -> str:
+    ratio = f"{self.own_s / self.usual_s:.1f} times" if self.usual_s else "above"
+    return (
+      f"worker {self.worker} is slow, mostly in {self.phase}: a step of it takes "
+      f"{1e3 * self.own_s:.3g} ms before the collective, {ratio} the others' "
+      f"{1e3 * self.usual_s:.3g} ms; all wait for it, and without that would take "
+      f"{100 * (1 - self.better_s / self.step_s):.0f} % less"
+    )
 
 
-def line(slow: flights.Slow, host: str, seconds: float, model_dir: str) -> str:
-  """Returns what is known of a slow worker, on a host, since so many seconds."""
-  ratio = f"{slow.own_s / slow.usual_s:.1f} times" if slow.usual_s else "above"
-  less = 100 * (1 - slow.better_s / slow.step_s)
-  return (
-    f"worker {slow.worker} on {host} is slow, mostly in {slow.phase}: for {seconds:.0f} s a step "
-    f"of it has taken {1e3 * slow.own_s:.3g} ms before the collective, {ratio} the others' "
-    f"{1e3 * slow.usual_s:.3g} ms; all wait for it, and without that would take {less:.0f} % less; "
-    f"see {os.path.join(model_dir, layout.FLIGHT)}/ and docs/goodput.md"
-  )
+def paces(model_dir: str) -> Paces:
+  """Returns the times of a run's workers so far; raises as `record.read` does (host)."""
+  return {worker: leg.pace for worker, leg in record.last(model_dir).items()}
+
+
+def rows(found: Paces) -> list[list[str]]:
+  """Returns a row of text for each worker and phase, as `HEADS` says."""
+  return [
+    [str(worker), phase, f"{1e3 * seconds:.3g}"]
+    for worker, pace in found.items()
+    for phase, seconds in pace.items()
+  ]
+
+
+def table(found: Paces) -> str:
+  """Returns the lines to print, and one about a slow worker; "" if there is nothing to tell."""
+  lines = [f"{worker:>8}  {phase:>10}  {ms:>8}" for worker, phase, ms in (HEADS, *rows(found))]
+  slowest = slow(found)
+  said = ["a step of each worker:", *lines, *([str(slowest)] if slowest else [])]
+  return "\n".join(said) if lines[1:] else ""
+
+
+def slow(found: Paces) -> Slow | None:
+  """Returns the slowest worker if it is `RATIO` times slower than the median of the others."""
+  if len(found) < 2 or not all(found.values()):
+    return None
+  apart = all(COLLECTIVE in pace for pace in found.values())
+  phases = (INPUT, COMPUTE) if apart else (INPUT,)
+  own = {w: sum(pace.get(phase, 0.0) for phase in phases) for w, pace in found.items()}
+  worker = max(own, key=own.__getitem__)
+  others = [other for other in found if other != worker]
+  usual_s = statistics.median(own[other] for other in others)
+  step_s = max(sum(pace.values()) for pace in found.values())
+  if own[worker] < RATIO * usual_s or own[worker] - usual_s < NOTABLE * step_s:
+    return None
+
+  def more_s(phase: str) -> float:
+    usual = statistics.median(found[other].get(phase, 0.0) for other in others)
+    return found[worker].get(phase, 0.0) - usual
+
+  return Slow(worker, max(phases, key=more_s), own[worker], usual_s, step_s)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from loopwright.errors import ConfigError, is_finite
 from loopwright.host import bounded
 from loopwright.host.json_lines import Record
-from loopwright.monitoring import flights, goodput
+from loopwright.monitoring import goodput, stragglers
 from loopwright.run_folder import folders
 
 VERIFY, MEDIA = "verify.json", "media"
@@ -67,7 +67,7 @@ class Shown:
     run: what `ls` and `diff` know of it; None if it is damaged.
     curves: metric -> split ("train" or "eval") -> curve.
     goodput: where the wall time of all its starts went; None if it has no flight record.
-    workers: the rows of `flights.HEADS`.
+    workers: the rows of `stragglers.HEADS`.
     verify: the report of `verify --json`; {} if there is none.
     media: name -> the newest first, and of few runs earlier ones at even distances.
     starts: the lines of the run's history.
@@ -109,7 +109,7 @@ def read(path: str, name: str, of: int = 1) -> Shown:
   shown.faults += shown.run.unreadable if shown.run else []
   shown.curves = part(lambda: logged(folders.log(path), most), {})
   shown.goodput = part(lambda: goodput.read(path), None)
-  shown.workers = part(lambda: flights.rows(flights.read(path)), [])
+  shown.workers = part(lambda: stragglers.rows(stragglers.paces(path)), [])
   shown.verify = part(lambda: _verified(os.path.join(path, VERIFY)), {})
   shown.media = part(lambda: _media(os.path.join(path, MEDIA), pictures, shown.faults), {})
   shown.starts = part(lambda: list(folders.starts(path)), [])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from loopwright.errors import printable
-from loopwright.monitoring import flights, goodput
+from loopwright.monitoring import stragglers
 from loopwright.run_folder.folders import texts
 from loopwright.tools.report.data import FEW, Shown
 from loopwright.tools.runs import diff, repetitions
@@ -229,12 +229,9 @@ def _goodput(runs: Sequence[Shown]) -> Iterator[str]:
   if found:
     known = [run for run in runs if run.goodput]
     yield by_run("part", known, _shares([each.parts for each in found.values()]))
-  advice = {name: goodput.largest(each) for name, each in found.items()}
-  for line in dict.fromkeys(advice.values()):
-    yield f"<p>{safe(_some([name for name in advice if advice[name] == line]))}: {safe(line)}</p>"
   if rows := [[run.name, *row] for run in runs for row in run.workers]:
     yield "<h3>A step of each worker</h3>"
-    yield table(["run", *flights.HEADS], rows)
+    yield table(["run", *stragglers.HEADS], rows)
 
 
 def _shares(budgets: Sequence[Mapping[str, float]]) -> list[Sequence[str]]:
