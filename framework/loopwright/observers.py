@@ -56,7 +56,6 @@ class Reading:
   Attributes:
     source: the task's training source.
     padded_batch_size: rows of a global batch, padding included.
-    left_out: the ids of examples that are read as padding.
   """
 
   source: AnySource
@@ -67,7 +66,6 @@ class Reading:
   padded_batch_size: int
   rows: range | None
   pad_multiple: int = 1
-  left_out: tuple[int, ...] = ()
 
 
 class StepObserver:

@@ -62,7 +62,6 @@ class Trainer(AbstractTrainer):
     gradient_dtypes: in which its backward passes compute, likewise.
     is_penalised: whether its loss has penalties of layers, likewise.
     state: what the loop reads and assigns, and the part of it that only the task has.
-    left_out: ids of examples that `Recipe`'s input reads as padding, once it is made again.
   """
 
   may_change = COUNTS
@@ -140,9 +139,8 @@ class Trainer(AbstractTrainer):
     self.cluster = self.placement.cluster
     self.global_batch_size, self.dataset_fn = global_batch_size, dataset_fn
     self.source: Callable[[], AnySource] | None = None
-    self.left_out: frozenset[int] = frozenset()
     self._iterator: Iterator[PerReplica] | None = None
-    self._read_to: tuple[int, frozenset[int]] | None = None  # where the iterator is, without what
+    self._read_to: int | None = None  # where the iterator is
     self._checks, self._examined = trainer_checks.LoopChecks(), None
     self.assigned: dict[str, tf.Variable] = {}
     self.gradient_dtypes: set[str] = set()
@@ -214,7 +212,7 @@ class Trainer(AbstractTrainer):
     self._checks.warn_of_retracing(self.traces)
     self._checks.require_weight(self.metrics, self.parts.optimizers, before + done)
     self.counters.skip(round(results.pop("skipped") * ran) - undone)
-    self._read_to = position + ran * self.global_batch_size, self.left_out
+    self._read_to = position + ran * self.global_batch_size
     results["input_wait_s"] = clock.corrected(self._input_wait.seconds(results, ran))
     results["examples_per_second"] = ran * self.global_batch_size / seconds
     for observer in self.parts.observers:
@@ -397,10 +395,10 @@ class Trainer(AbstractTrainer):
 
   def _placed(self) -> int:
     """Returns the position, where the iterator is from here on: made if it is somewhere else."""
-    place = int(self.position.numpy()), self.left_out
+    place = int(self.position.numpy())
     if self._iterator is None or self._read_to != place:  # it is new, restored or behind
       self._iterator, self._read_to = self.make_iterator(), place
-    return place[0]
+    return place
 
   def _compiled(self) -> Any:
     return self.loop if self.eager else grappler.Compiled(self.loop)

@@ -29,7 +29,7 @@ import atexit
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,7 +67,6 @@ def train_dataset(
   rows: range | None = None,
   shard: Shard | None = None,
   first_step: int | None = None,
-  left_out: Collection[int] = (),
 ) -> Any:
   """Returns endless batches; batch k starts at position + k * global_batch_size.
 
@@ -93,7 +92,6 @@ def train_dataset(
     shard: the batches to make, for workers that take turns; None makes all. With an indexed source,
       other batches are not fetched.
     first_step: the number of the step that gets batch 0; None is position / global_batch_size.
-    left_out: ids of examples of the main source that become padding wherever they occur.
 
   Returns:
     Dicts of the features, "weight" and "example_id", each of static shape [rows, ...]. Of
@@ -103,7 +101,7 @@ def train_dataset(
     ConfigError: a wrong argument, or a source or preprocess that breaks its contract.
   """
   check_source(main_source(source))
-  plan = Plan(global_batch_size, pad_multiple, preprocess, rows, training=True, left_out=left_out)
+  plan = Plan(global_batch_size, pad_multiple, preprocess, rows, training=True)
   require_integer("position", position, at_least=0)
   require_integer("seed", seed, at_least=0, at_most=2**32 - 1)
   step = position // global_batch_size if first_step is None else first_step

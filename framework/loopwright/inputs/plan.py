@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +53,6 @@ class Plan:
   preprocess: Preprocess | None
   given_rows: range | None
   training: bool
-  left_out: Collection[int] = ()
 
   def __post_init__(self) -> None:
     """Raises a ConfigError for a number that is wrong."""
@@ -92,19 +91,9 @@ class Plan:
     return checked
 
   def numbered(self, features: Batch, ids: tf.Tensor) -> Batch:
-    """Adds ids, -1 for padding and for what is left out, and weights."""
-    if self.left_out:
-      features, ids = self._without(features, ids)
+    """Adds ids, -1 for padding, and weights."""
     weight = features.get("weight", tf.ones([len(self.rows)]))
     return {**features, "example_id": ids, "weight": _masked(weight, ids)}
-
-  def _without(self, features: Batch, ids: tf.Tensor) -> tuple[Batch, tf.Tensor]:
-    """Replaces what is left out by padding: copies of the first row that stays."""
-    left_out = np.array(sorted(self.left_out), np.int64)
-    out = tf.reduce_any(ids[:, tf.newaxis] == left_out, axis=1)
-    taken = tf.where(out, tf.argmax(~out & (ids >= 0)), self.row_numbers() - self.rows.start)
-    features = {name: tf.gather(value, taken) for name, value in features.items()}
-    return features, tf.where(~out, ids, -1)
 
   def completed(
     self,

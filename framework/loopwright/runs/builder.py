@@ -129,7 +129,7 @@ class Recipe(Evaluation):
     task, rows = trainer.task, trainer.cluster.rows(trainer.padded_batch_size)
     read: dict[str, Any] = {
       "position": position, "seed": self.seed, "shuffle": self.shuffle, "rows": rows,
-      "global_batch_size": self.global_batch_size, "left_out": tuple(sorted(trainer.left_out)),
+      "global_batch_size": self.global_batch_size,
     }  # fmt: skip
     for observer in observers:
       padded, multiple = trainer.padded_batch_size, trainer.batch_multiple

@@ -138,39 +138,6 @@ def test_workers_make_the_whole_batch_together(equal_tokens):
       np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), value)
 
 
-def stream():
-  """Examples that come in the order of X, again and again."""
-  data = tf.data.Dataset.from_tensor_slices({"x": X, "mask": MASK}).repeat()
-  return StreamSource(dataset=data, num_examples=None)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", ["buckets", "arrays", "stream"])
-def test_what_is_left_out_is_padding_wherever_it_is_read(kind, workers):
-  """As `trainer.left_out` says: the other rows stay as they are."""
-  arrays_of = ArraySource(features={"x": X, "mask": MASK})
-  given = {"buckets": source(), "arrays": arrays_of, "stream": stream()}[kind]
-  options, out = {"global_batch_size": 5, "pad_multiple": 2, "seed": 4}, [3, 9]
-
-  def batches(**more):
-    made = train_dataset(given, **options, **more)
-    return read(made, 8) if kind == "buckets" else arrays(made, 8)
-
-  whole = batches()
-  rows = [None] if workers == 1 else [range(3), range(3, 6)]
-  shares = [batches(left_out=out, **({} if each is None else {"rows": each})) for each in rows]
-  found = 0
-  for before, *parts in zip(whole, *shares, strict=True):
-    after = {name: np.concatenate([part[name] for part in parts]) for name in before}
-    gone = np.isin(before["example_id"], out)
-    found += gone.sum()
-    np.testing.assert_array_equal(after["example_id"], np.where(gone, -1, before["example_id"]))
-    np.testing.assert_array_equal(after["weight"], np.where(gone, 0, before["weight"]))
-    real = after["example_id"] >= 0
-    np.testing.assert_array_equal(after["x"][real], before["x"][real])
-  assert found == 2 if kind == "stream" else found >= 6  # three epochs; a stream has new ids
-
-
 def test_evaluation_has_every_example_once():
   made = eval_dataset(source(), global_batch_size=2, pad_multiple=2)
   batches = [batch for data in made for batch in arrays(data)]

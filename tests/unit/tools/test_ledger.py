@@ -289,7 +289,7 @@ def both(first, last, **changes):
 
 def test_two_workers_together_read_everything_once():
   found = proof(*both(1, 13))
-  assert (found.epochs, found.left_over, found.workers) == (3, 1, 2)
+  assert (found.parts[""].epochs, found.parts[""].left_over, found.workers) == (3, 1, 2)
   assert str(found).startswith("steps 1 to 13: each consumed exactly once (2 workers, 1 start, ")
 
 
@@ -362,7 +362,7 @@ def test_steps_without_a_ledger_are_a_gap():
 
 def test_a_ledger_begun_later_says_so():
   found = proof(*both(6, 20))  # positions 35 to 140: the third and fourth epoch
-  assert (found.first_step, found.epochs, found.left_over) == (6, 2, 20)
+  assert (found.first_step, found.parts[""].epochs, found.parts[""].left_over) == (6, 2, 20)
   assert "steps 1 to 5: unknown, the ledger was switched on later" in str(found)
 
 
@@ -413,7 +413,7 @@ def test_a_stream_of_known_length_is_compared(tmp_path, mirrored):
     recorder.batch_taken({"example_id": batch}, tf.constant(step, tf.int64))
   recorder.loop_ends({}, done=5, ran=5)
   [found] = proofs.read(str(tmp_path))[""]
-  assert prove([found]).epochs == 1
+  assert prove([found]).parts[""].epochs == 1
 
 
 def test_an_order_of_many_examples_is_compared_in_parts(monkeypatch):
@@ -425,9 +425,9 @@ def test_an_order_of_many_examples_is_compared_in_parts(monkeypatch):
   data = train_dataset(source, global_batch_size=7, seed=4).take(30).as_numpy_iterator()
   ids = np.concatenate([batch["example_id"] for batch in data])
   options = {"num_examples": 5000, "seed": 4, "shuffle": True}
-  assert proof(*both(1, 30, ids=ids, **options)).left_over == 210
+  assert proof(*both(1, 30, ids=ids, **options)).parts[""].left_over == 210
   ids[100] = 4999
-  assert problem(*both(1, 30, ids=ids, **options)).startswith("step 15, worker 0: differs: it con")
+  assert problem(*both(1, 30, ids=ids, **options)).startswith("step 15, worker 0: differs: its 4 ex")
 
 
 # ---- The command; after kills in a cluster: tests/clusters/test_multi_worker.py ----

@@ -166,11 +166,11 @@ class Ledger:
     if before is None:
       return
     self.reruns += 1
-    split = [
+    one, other = (
       (r.start.rows, r.start.global_batch_size, r.start.order, r.start.left_out)
       for r in (before, row)
-    ]
-    if split[0] == split[1] and before[:2] != row[:2]:
+    )
+    if one == other and before[:2] != row[:2]:
       raise Problem(f"{where}: rerun after a restart, with other examples than the first time")
 
 
@@ -222,13 +222,11 @@ def ids_of(start: Start, first: int, last: int) -> np.ndarray:
 
   from loopwright.inputs.ordering import examples_at
 
-  count = start.num_examples
-  assert count is not None
-  positions = np.arange(first, last)
-  if (shares := shares_of(start)) and len(positions):
+  positions, count = np.arange(first, last), start.num_examples
+  if shares := shares_of(start):
     of_run: dict[str, Any] = {"seed": start.seed, "shuffle": start.shuffle}
     return shares.ids(tf.constant(positions), **of_run).numpy()
-  if not start.shuffle or not len(positions):
+  if not start.shuffle:
     return start.first + positions % count
   ids = examples_at(tf.constant(positions), num_examples=count, seed=start.seed)
   return start.first + ids.numpy()
@@ -241,6 +239,23 @@ def shares_of(start: Start) -> Shares | None:
   return Shares(**start.shares) if start.shares else None
 
 
+def parts_of(start: Start, position: int) -> dict[str, tuple[int, Start]]:
+  """Returns name -> (its position, its order) of the parts of a mixture; "" of another source."""
+  from loopwright.inputs.ordering import seed_of_part
+
+  shares = shares_of(start)
+  if shares is None:
+    return {"": (position, start)}
+  own = zip(shares.counts.items(), shares.firsts, shares.before(position).values(), strict=True)
+  return {
+    name: (
+      before,
+      start._replace(num_examples=count, first=first, seed=seed_of_part(start.seed, name)),
+    )
+    for (name, count), first, before in own
+  }
+
+
 def hashes_of(ids: np.ndarray) -> np.ndarray:
   """Returns what each example adds to its step's hash, uint64 of the shape of `ids`."""
   import tensorflow as tf
@@ -248,12 +263,6 @@ def hashes_of(ids: np.ndarray) -> np.ndarray:
   from loopwright.graphs.randomness import hashed
 
   return hashed(tf.constant(ids, tf.int64), 0, PURPOSE).numpy()
-
-
-def _share(start: Start) -> tuple[int, int]:
-  """Returns [first, last): this worker's examples of a global batch, without padding rows."""
-  first, last = (min(row, start.global_batch_size) for row in start.rows)
-  return first, last
 
 
 # ---- The proof ----
@@ -267,10 +276,8 @@ class Proof:
     workers: number of workers at the last step.
     starts: how many times training was started.
     reruns: steps that worker 0 ran again with the same examples.
-    epochs: complete epochs, each with every example once.
-    num_examples: examples in an epoch; None if unknown, then the order was not compared.
-    left_over: examples of the epoch that has begun.
-    parts: of a mixture, a line about each part.
+    num_examples: in the source; None if unknown, then the order was not compared.
+    parts: of a mixture, those of each part; "" is a whole source.
     left_out: how often an example was left out, as each start says.
   """
 
@@ -279,10 +286,8 @@ class Proof:
   workers: int
   starts: int
   reruns: int
-  epochs: int = 0
-  num_examples: int | None = None
-  left_over: int = 0
-  parts: Sequence[str] = ()
+  num_examples: int | None
+  parts: dict[str, Epochs] = dataclasses.field(default_factory=dict)
   left_out: int = 0
 
   def __str__(self) -> str:
@@ -294,18 +299,61 @@ class Proof:
     ]
     if self.first_step > 1:
       lines.append(f"steps 1 to {self.first_step - 1}: unknown, the ledger was switched on later")
-    if self.parts:
-      lines += self.parts
-    elif self.num_examples is None:
+    if self.num_examples is None:
       lines.append("examples: not compared, the length of the stream is unknown")
-    else:
-      lines.append(
-        f"epochs: {self.epochs} complete, {self.num_examples} distinct examples in each; "
-        f"{self.left_over} examples of the next"
-      )
+    every = sum(part.count for part in self.parts.values())
+    for name, part in self.parts.items():
+      said = f"epochs: {part.epochs} complete, {len(part.seen)} distinct examples in each"
+      if name:
+        share = f"{part.count} examples, {100 * part.count / every:.2f} %"
+        lines.append(f"{name!r}: {share}; {said}; {part.left_over} of the next")
+      else:
+        lines.append(f"{said}; {part.left_over} examples of the next")
     if self.left_out:
       lines.append(f"left out: {self.left_out} of the examples in these steps were padding instead")
     return "\n".join(lines)
+
+
+class Epochs:
+  """Counts what is read of one source, or of one part of a mixture.
+
+  Attributes:
+    end: the position after the last example.
+    count: the examples.
+    epochs: those that are complete, each with every example once.
+    left_over: examples of the epoch that has begun.
+    seen: of this epoch, bool [num_examples].
+  """
+
+  def __init__(self, position: int) -> None:
+    self.end, self.count, self.epochs, self.left_over = position, 0, 0, 0
+    self.seen = np.zeros(0, bool)
+    self._order: tuple[int | None, int | None] | None = None
+    self._whole = False
+
+  def add(self, ids: np.ndarray, start: Start, step: int) -> None:
+    """Counts the examples at the next positions; `step` reads the first of them."""
+    count = start.num_examples
+    assert count is not None
+    if start.order != self._order:
+      if self._order is not None and self.end % count:
+        raise Problem(
+          f"step {step}: a restart changed the order of the examples (num_examples, seed) from "
+          f"{self._order} to {start.order} within an epoch"
+        )
+      self._order, self.seen, self._whole = start.order, np.zeros(count, bool), False
+    self.count += len(ids)
+    while len(ids):
+      within = self.end % count
+      if within == 0:
+        self.seen[:], self._whole = False, True
+      part, ids = ids[: count - within] - start.first, ids[count - within :]
+      if self.seen[part].any() or len(np.unique(part)) < len(part):
+        raise Problem(f"step {step}: an example occurs twice in the epoch of position {self.end}")
+      self.seen[part] = True
+      self.end += len(part)
+      self.left_over = self.end % count
+      self.epochs += self._whole and self.left_over == 0
 
 
 def prove(ledgers: Sequence[Ledger], *, checkpoint_step: int | None = None) -> Proof:
@@ -323,32 +371,26 @@ def prove(ledgers: Sequence[Ledger], *, checkpoint_step: int | None = None) -> P
   if last < first:
     raise Problem("no step was recorded")
   for step in range(first, last + 1):
-    _require_recorded(ledgers, step)
+    workers = chief.path[step].start.workers if step in chief.path else 1
+    for worker in range(workers):
+      if worker >= len(ledgers) or step not in ledgers[worker].path:
+        raise Problem(f"step {step}, worker {worker}: skipped, no line records it")
   if checkpoint_step is not None and checkpoint_step > last:
     raise Problem(
       f"step {last + 1}: the newest checkpoint is of step {checkpoint_step}, but worker 0 recorded "
       f"no step after {last}"
     )
-  proof = Proof(first, last, chief.path[last].start.workers, len(chief.starts), chief.reruns)
-  tally = _Tally()
+  end = chief.path[last].start
+  proof = Proof(first, last, end.workers, len(chief.starts), chief.reruns, end.num_examples)
   position = chief.path[first].start.position
   for steps in _runs(chief, first, last):
     start = chief.path[steps[0]].start
     if start.num_examples is not None:
-      _compare(ledgers, steps, position, tally)
+      ids = ids_of(start, position, position + len(steps) * start.global_batch_size)
+      proof.left_out += _compare(ledgers, steps, ids)
+      _count(proof.parts, ids, position, start, steps[0])
     position += len(steps) * start.global_batch_size
-  proof.num_examples = chief.path[last].start.num_examples
-  proof.epochs, proof.left_over, proof.parts = tally.epochs, tally.left_over, tally.of_parts()
-  proof.left_out = tally.left_out
   return proof
-
-
-def _require_recorded(ledgers: Sequence[Ledger], step: int) -> None:
-  if step not in ledgers[0].path:
-    raise Problem(f"step {step}, worker 0: skipped, no line records it")
-  for worker in range(1, ledgers[0].path[step].start.workers):
-    if worker >= len(ledgers) or step not in ledgers[worker].path:
-      raise Problem(f"step {step}, worker {worker}: skipped, no line records it")
 
 
 def _runs(chief: Ledger, first: int, last: int) -> Iterator[list[int]]:
@@ -365,92 +407,39 @@ def _runs(chief: Ledger, first: int, last: int) -> Iterator[list[int]]:
   yield steps
 
 
-class _Tally:
-  def __init__(self, ends: int = 0) -> None:
-    self.epochs, self.left_over, self.ends, self.left_out = 0, 0, ends, 0
-    self.seen = np.zeros(0, bool)
-    self._order: tuple[int | None, int | None] | None = None
-    self._whole = False
-    self.count = 0
-    self.parts: dict[str, _Tally] = {}
-
-  def of_parts(self) -> list[str]:
-    """Returns a line for each part of a mixture."""
-    every = sum(part.count for part in self.parts.values())
-    return [
-      f"{name!r}: {part.count} examples, {100 * part.count / every:.2f} %; epochs: {part.epochs} "
-      f"complete, {len(part.seen)} distinct examples in each; {part.left_over} of the next"
-      for name, part in self.parts.items()
-    ]
-
-  def add_mixture(self, ids: np.ndarray, position: int, start: Start, step: int) -> None:
-    """Counts the examples of a mixture, each part's by themselves."""
-    from loopwright.inputs.ordering import seed_of_part
-
-    shares = shares_of(start)
-    assert shares is not None
-    own = zip(shares.counts.items(), shares.firsts, shares.before(position).values(), strict=True)
-    for (name, count), first, before in own:
-      part = self.parts.setdefault(name, _Tally(before))
-      if part.ends != before:
-        raise Problem(
-          f"step {step}: a restart changed the weights of what was consumed: part {name!r} would "
-          f"go on at its example {before}, but {part.ends} were read"
-        )
-      here = ids[(ids >= first) & (ids < first + count)]
-      of_part = start._replace(num_examples=count, first=first, seed=seed_of_part(start.seed, name))
-      part.add(here, before, of_part, step)
-
-  def add(self, ids: np.ndarray, position: int, start: Start, step: int) -> None:
-    """Counts the examples at the positions from `position` on; `step` reads the first of them."""
-    count = start.num_examples
-    assert count is not None
-    if start.order != self._order:
-      if self._order is not None and position % count:
-        raise Problem(
-          f"step {step}: a restart changed the order of the examples (num_examples, seed) from "
-          f"{self._order} to {start.order} within an epoch"
-        )
-      self._order, self.seen, self._whole = start.order, np.zeros(count, bool), False
-    self.count, self.ends = self.count + len(ids), position + len(ids)
-    while len(ids):
-      within = position % count
-      if within == 0:
-        self.seen[:], self._whole = False, True
-      part, ids = ids[: count - within] - start.first, ids[count - within :]
-      if self.seen[part].any() or len(np.unique(part)) < len(part):
-        raise Problem(f"step {step}: an example occurs twice in the epoch of position {position}")
-      self.seen[part] = True
-      position += len(part)
-      self.left_over = position % count
-      self.epochs += self._whole and self.left_over == 0
-
-
-def _compare(ledgers: Sequence[Ledger], steps: Sequence[int], position: int, tally: _Tally) -> None:
+def _compare(ledgers: Sequence[Ledger], steps: Sequence[int], ids: np.ndarray) -> int:
+  """Requires that the workers have read these examples; returns how many were left out."""
   start = ledgers[0].path[steps[0]].start
-  batch = start.global_batch_size
-  ids = ids_of(start, position, position + len(steps) * batch)
-  stay = ~np.isin(ids, start.left_out).reshape(len(steps), batch)
-  hashes = hashes_of(ids).reshape(len(steps), batch) * stay
-  tally.left_out += int((~stay).sum())
-  wrong: list[tuple[int, int]] = []
+  stay = ~np.isin(ids, start.left_out).reshape(len(steps), -1)
+  hashes = hashes_of(ids).reshape(stay.shape) * stay
+  wrong = []
   for worker in range(start.workers):
     rows = [ledgers[worker].path[step] for step in steps]
-    first, last = _share(rows[0].start)
-    expected = hashes[:, first:last].sum(axis=1, dtype=np.uint64)
-    got = np.array([row.digest for row in rows], np.uint64)
-    counts = np.array([row.examples for row in rows])
-    differ = np.flatnonzero((got != expected) | (counts != stay[:, first:last].sum(axis=1)))
-    wrong += [(int(index), worker) for index in differ[:1]]
+    mine = slice(*(min(row, start.global_batch_size) for row in rows[0].start.rows))
+    digests = hashes[:, mine].sum(axis=1, dtype=np.uint64)
+    expected = zip(stay[:, mine].sum(axis=1).tolist(), digests.tolist(), strict=True)
+    for step, row, must in zip(steps, rows, expected, strict=True):
+      if row[:2] != must:
+        wrong.append((step, worker, row.examples, must[0]))
   if wrong:
-    index, worker = min(wrong)
-    step = steps[index]
-    row = ledgers[worker].path[step]
-    first, last = _share(row.start)
-    must = int(stay[index, first:last].sum())
+    step, worker, examples, count = min(wrong)
     raise Problem(
-      f"step {step}, worker {worker}: differs: its {row.examples} examples are not the {must} of "
-      "its positions"
+      f"step {step}, worker {worker}: differs: its {examples} examples are not the {count} of its "
+      "positions"
     )
-  add = tally.add_mixture if start.shares else tally.add
-  add(ids, position, start, steps[0])
+  return int((~stay).sum())
+
+
+def _count(
+  parts: dict[str, Epochs], ids: np.ndarray, position: int, start: Start, step: int
+) -> None:
+  """Counts the examples from a position on, each part's by themselves."""
+  for name, (before, own) in parts_of(start, position).items():
+    part = parts.setdefault(name, Epochs(before))
+    if part.end != before:
+      raise Problem(
+        f"step {step}: a restart changed the weights of what was consumed: part {name!r} would "
+        f"go on at its example {before}, but {part.end} were read"
+      )
+    here = (ids >= own.first) & (ids < own.first + (own.num_examples or 0))
+    part.add(ids[here], own, step)

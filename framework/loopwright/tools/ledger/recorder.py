@@ -73,7 +73,6 @@ class Recorder(Observer):
         seed=seed_of_part(what.seed, name) if name else what.seed,
         shuffle=what.shuffle and isinstance(part.source, Source),
         shares=_shares(part.source),
-        left_out=() if name else what.left_out,
       )
 
   def _reads_buckets(self, source: Buckets, what: Reading) -> None:
@@ -85,14 +84,12 @@ class Recorder(Observer):
     self._batch = what.position // what.global_batch_size
     self._starts = []
     before = self._schedule.batches_before(self._batch)
-    left_out = tuple(sorted(source.places()[list(what.left_out)].tolist()))
     for bucket, size, count in zip(source.buckets, self._schedule.sizes, before, strict=True):
       share = rows_of(what.rows, size, what.global_batch_size, what.pad_multiple) or range(size)
       start = Start(
         worker=self._cluster.index, workers=self._cluster.size, position=count * size,
         global_batch_size=size, rows=(share.start, share.stop), num_examples=bucket.num_examples,
         seed=seed_of_part(what.seed, bucket.name), shuffle=what.shuffle, first=bucket.first,
-        left_out=left_out,
       )  # fmt: skip
       self._starts.append((bucket.name, count, start))
     widest = max(padded_batch_size(size, what.pad_multiple) for size in self._schedule.sizes)
