@@ -17,7 +17,10 @@ import tensorflow as tf
 import tf_keras
 
 from benchmarks import models
+from loopwright.engine.examination import LONG
+from loopwright.engine.step_parts import JitCompile
 from loopwright.metrics import Loss
+from loopwright.options import Cadence
 from loopwright.strategies import factories
 from loopwright.task import Task
 from loopwright.trainer import Trainer
@@ -45,7 +48,9 @@ def make(name: str, model: str, replicas: int, steps: int) -> Contender:
   return _MAKERS[name](model, replicas, steps)
 
 
-def _loopwright(jit_compile: bool = False) -> Callable[[str, int, int], Contender]:
+def _loopwright(jit_compile: JitCompile = "auto") -> Callable[[str, int, int], Contender]:
+  """As a long run trains, whose loops are as long as a block."""
+
   def make_trainer(model: str, replicas: int, steps: int) -> Contender:
     trainer = Trainer(
       task=Classification(model),
@@ -55,6 +60,7 @@ def _loopwright(jit_compile: bool = False) -> Callable[[str, int, int], Contende
       optimizer=lambda: models.adam(model, keras),
       jit_compile=jit_compile,
     )
+    trainer.planned = Cadence(train_steps=LONG, steps_per_loop=steps)
     num_steps = tf.constant(steps)
     return Contender(
       block=lambda: trainer.train(num_steps)["loss"],

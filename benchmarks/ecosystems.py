@@ -79,6 +79,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("--only", nargs="+", default=list(TITLES), choices=list(TITLES))
   parser.add_argument("--rounds", type=int, default=ROUNDS, help="of blocks (default: %(default)s)")
   parser.add_argument("--json", help="write all figures to this file")
+  parser.add_argument(
+    "--cpu", action="store_true", help="measure processor time: beside other work"
+  )
   parser.add_argument("--verbose", action="store_true", help="show the logs of the processes")
   parser.add_argument("--serve", help=argparse.SUPPRESS)  # a contender: this is its process
   parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -93,7 +96,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, Any]
   results: dict[str, dict[str, Any]] = {name: {"step_s": [], "loss": None} for name in names}
   with tempfile.TemporaryDirectory() as folder:
     _run_to_end(["--serve", "data", "--models", model, "--folder", folder], options.verbose)
-    runners = {name: _start(name, model, folder, options.verbose) for name in names}
+    runners = {name: _start(name, model, folder, options) for name in names}
     for name in names:
       _progress(f"{model}: first steps, {name}")
       for _ in range(3):  # the first steps, and two blocks to compile and to fill caches
@@ -125,9 +128,10 @@ def _block(runners: dict[str, Runner], name: str, results: dict[str, Any], model
     results[name]["loss"] = answer["loss"]
 
 
-def _start(name: str, model: str, folder: str, verbose: bool) -> Runner:
+def _start(name: str, model: str, folder: str, options: argparse.Namespace) -> Runner:
   command = [sys.executable, "-m", "benchmarks.ecosystems", "--serve", name]
-  logs = None if verbose else subprocess.DEVNULL
+  command += ["--cpu"] if options.cpu else []
+  logs = None if options.verbose else subprocess.DEVNULL
   process = subprocess.Popen(
     [*command, "--models", model, "--folder", folder],
     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=logs, text=True,
@@ -150,6 +154,7 @@ def _progress(text: str) -> None:
 def _serve(options: argparse.Namespace) -> int:
   """Answers each line of the input with the figures of a block, the first of `CHECKED_STEPS`."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  clock = time.process_time if options.cpu else time.perf_counter
   [model] = options.models
   if options.serve == "data":
     return _write_data(model, Path(options.folder))
@@ -157,9 +162,9 @@ def _serve(options: argparse.Namespace) -> int:
     os.dup2(2, 1)  # what libraries print is no answer
     try:
       for _, block in zip(sys.stdin, _blocks(options.serve, model, options.folder), strict=False):
-        started = time.perf_counter()
+        started = clock()
         loss = block()
-        print(json.dumps({"seconds": time.perf_counter() - started, "loss": loss}), file=answers)
+        print(json.dumps({"seconds": clock() - started, "loss": loss}), file=answers)
     except Exception as error:
       lines = str(error).strip().splitlines() or [""]
       print(json.dumps({"failed": f"{type(error).__name__}: {lines[-1][:200]}"}), file=answers)

@@ -84,6 +84,13 @@ def as_on_gpus():
     yield
 
 
+@pytest.fixture(autouse=compiled.STEPS > 1, scope="session")
+def in_programs():
+  """Several steps of a trainer are one program."""
+  with compiled.in_programs():
+    yield
+
+
 @pytest.fixture(autouse=True)
 def process_restored():
   """Takes back what a run sets for the whole process; the next test would run with it."""

@@ -95,6 +95,7 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.runs.resume_rules": "GoingOn of_actions replay_command require_any_size",
     "loopwright.engine.compile_cache": "compile_cache=opened without_kept",
     "loopwright.engine.one_program": "as_one_program",
+    "loopwright.engine.several_steps": "several_steps=of chosen_steps=chosen",
     "loopwright.inputs.agreement": "require_agreement",
     "loopwright.monitoring.communication": "Communication",
     "loopwright.models.batch_norm": "only_examples",

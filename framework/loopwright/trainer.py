@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tensorflow as tf
 
@@ -25,6 +25,7 @@ from loopwright.engine.step_parts import (
   Replaced,
   StepNumbers,
   StepParts,
+  StepsPerProgram,
   replica_id,
 )
 from loopwright.graphs import grappler, xla
@@ -42,6 +43,9 @@ from loopwright.optimizers.schedule import EmaDecay
 from loopwright.options.declaration import COMPUTES, COUNT, COUNTS, Instead, asked
 from loopwright.step import Step, StepFactory
 from loopwright.task import Task, derived_metrics
+
+if TYPE_CHECKING:
+  from loopwright.options import Cadence
 
 _COMPUTES = asked(COMPUTES)
 _MICRO_BATCHES = asked(f"{COMPUTES}, except what looks at a micro-batch")
@@ -62,6 +66,7 @@ class Trainer(AbstractTrainer):
     gradient_dtypes: in which its backward passes compute, likewise.
     is_penalised: whether its loss has penalties of layers, likewise.
     state: what the loop reads and assigns, and the part of it that only the task has.
+    planned: how far it is to train, if that is known before; "auto" of an option may need it.
   """
 
   may_change = COUNTS
@@ -85,6 +90,7 @@ class Trainer(AbstractTrainer):
     shard_optimizer_state: Annotated[bool, _COMPUTES] = False,
     recompute: Annotated[Sequence[str], _COMPUTES] = (),
     jit_compile: Annotated[JitCompile, _COMPUTES] = "auto",
+    steps_per_program: Annotated[StepsPerProgram, _COMPUTES] = "auto",
     eager: Annotated[bool, Instead("set run.eager")] = False,
     seed: Annotated[int, Instead("set run.seed")] = 0,
     observers: Annotated[Sequence[Observer], Instead("set run.ledger or run.actions")] = (),
@@ -115,6 +121,9 @@ class Trainer(AbstractTrainer):
         again, to save memory, such as `block_.*`; see `loopwright.recompute`.
       jit_compile: XLA compiles the step: on one replica as one program, if it can, else each
         replica's passes, and on GPUs mean, check and update. "auto": on GPUs, what it can.
+      steps_per_program: so many steps of one replica on a CPU, on batches that are read at once,
+        are one program of XLA; see `loopwright.engine.several_steps`. 1: none. "auto": 16 where
+        they are faster and the run is long enough to gain by it, if jit_compile is not False.
       eager: use no tf.function: print and breakpoints in a task see every step.
       seed: for dropout and other random layers, combined with step and replica.
       observers: see loopwright/observers.py.
@@ -125,6 +134,9 @@ class Trainer(AbstractTrainer):
     """
     super().__init__()
     self.placement = placement.of(strategy)
+    trainer_checks.check_steps_per_program(steps_per_program, eager, jit_compile)
+    if jit_compile is False or eager:
+      steps_per_program = 1
     if jit_compile == "auto" and (eager or not self.placement.compiles):
       jit_compile = False
     self.placement.require_options(
@@ -139,6 +151,7 @@ class Trainer(AbstractTrainer):
     self.cluster = self.placement.cluster
     self.global_batch_size, self.dataset_fn = global_batch_size, dataset_fn
     self.source: Callable[[], AnySource] | None = None
+    self.planned: Cadence | None = None
     self._iterator: Iterator[PerReplica] | None = None
     self._read_to: int | None = None  # where the iterator is
     self._checks, self._examined = trainer_checks.LoopChecks(), None
@@ -167,7 +180,8 @@ class Trainer(AbstractTrainer):
         reduction=reduction() if callable(reduction) else reduction,
         global_step=self.global_step, seed=seed, global_batch_size=global_batch_size,
         clip_norm=clip_norm, clip_value=clip_value, accumulation_steps=accumulation_steps,
-        jit_compile=jit_compile, replica_id=self.replica_id, observers=tuple(observers),
+        jit_compile=jit_compile, steps_per_program=steps_per_program,
+        replica_id=self.replica_id, observers=tuple(observers),
         padded=trainer_checks.why_padded(global_batch_size, self.padded_batch_size,
           strategy.num_replicas_in_sync, accumulation_steps),
       )  # fmt: skip
@@ -233,9 +247,12 @@ class Trainer(AbstractTrainer):
     self._placed()
     if self._examined is self._compiled_loop:
       return
-    examination.compare(self, self._trace(), wait=self._input_wait)
+    examination.compare(self, graph := self._trace(), wait=self._input_wait)
     if scale := examination.scale_of(self, usual=self._usual_scale):
       self.use(loss_scale=scale)
+      self._trace()
+    while steps := examination.steps_of_program(self, graph, self._iterator):
+      self.use(steps_per_program=steps)
       self._trace()
     self._examined = self._compiled_loop
 
@@ -364,7 +381,8 @@ class Trainer(AbstractTrainer):
   @property
   def compiled(self) -> str:
     """What XLA compiles of the step, once it has been traced, and what it cannot; else ""."""
-    return xla.told(self.parts.left_out) if self.parts.jit_compile else ""
+    compiles = self.parts.jit_compile or self.parts.steps_per_program not in ("auto", 1)
+    return xla.told(self.parts.left_out) if compiles else ""
 
   @property
   def traces(self) -> int:

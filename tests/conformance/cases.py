@@ -58,6 +58,7 @@ class Scenario:
   shard: bool = False
   eager: bool = False
   jit_compile: bool | str = "auto"
+  steps_per_program: int | str = "auto"
   evaluated: bool = False
   framework_inputs: bool = False
 
@@ -92,7 +93,14 @@ class Case:
     """Whether XLA compiles its steps, as on GPUs."""
     shares = self.strategy == "central_storage" and self.replicas > 1
     can = not (shares or self.scenario.eager or self.strategy == "model_parallel")
-    return can and (self.scenario.jit_compile is True or compiled.COMPILED)
+    asked = self.scenario.jit_compile is True or compiled.COMPILED
+    return can and asked and self.steps_per_program == "auto"
+
+  @property
+  def steps_per_program(self):
+    """How many of its steps are one program; "auto" where they run one by one."""
+    given = compiled.STEPS if compiled.STEPS > 1 else self.scenario.steps_per_program
+    return "auto" if self.scenario.eager else given
 
   @property
   def devices(self):
@@ -261,6 +269,9 @@ def _modes():
   yield Case(scenario=eager, strategy="default", replicas=1, model="module")
   yield Case(scenario=xla, strategy="default", replicas=1)
   yield Case(scenario=xla, replicas=3)
+  for steps, where, model in ((3, "default", "tf_keras"), (16, "one_device", "module")):
+    several = _variant("several", steps_per_program=steps)
+    yield Case(scenario=several, strategy=where, replicas=1, op="", model=model)
   yield Case(scenario=_variant("inputs", framework_inputs=True), replicas=3)
   yield Case(scenario=_variant("inputs", framework_inputs=True), replicas=4, op="collective")
 
@@ -314,3 +325,6 @@ WIRE_OVERFLOW = Scenario(
 
 _GROUPS = (_matrix, _alone, _optimizers, _modes, _reductions, _meshes)
 CASES = {case.id: case for group in _GROUPS for case in group()}
+if compiled.STEPS > 1:  # what only one replica does
+  _ONE = {"strategy": "one_device", "replicas": 1, "op": ""}
+  CASES = {(each := dataclasses.replace(case, **_ONE)).id: each for case in CASES.values()}

@@ -12,7 +12,7 @@ PLAIN = cases.Scenario(name="")
 SIZES = ("name", "batch_size", "steps", "first_loop", "rate")
 ELSEWHERE = (
   *("optimizer", "schedule", "packing", "num_packs", "wire_dtype", "fuse_updates", "fused_below"),
-  *("shard", "eager", "jit_compile", "framework_inputs"),
+  *("shard", "eager", "jit_compile", "steps_per_program", "framework_inputs"),
 )
 """Of these options fast tests of their own show that they change no number."""
 

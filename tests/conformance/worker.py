@@ -130,6 +130,7 @@ def make_trainer(case):
     fuse_updates=scenario.fuse_updates,
     shard_optimizer_state=scenario.shard and not on_mesh,
     jit_compile=scenario.jit_compile,
+    steps_per_program=case.steps_per_program,
     eager=scenario.eager,
   )
 

@@ -1,4 +1,7 @@
-"""With TESTS_COMPILED=1, trainers do on CPUs what they do on GPUs: XLA compiles by default."""
+"""With TESTS_COMPILED=1, trainers do on CPUs what they do on GPUs: XLA compiles by default.
+
+With TESTS_STEPS_PER_PROGRAM=3, so many of their steps are one program wherever they can be.
+"""
 
 import contextlib
 import os
@@ -6,6 +9,21 @@ from unittest import mock
 
 ON_GPUS = "TESTS_ON_GPUS" in os.environ
 COMPILED = ON_GPUS or "TESTS_COMPILED" in os.environ
+STEPS = int(os.environ.get("TESTS_STEPS_PER_PROGRAM", "1"))
+
+
+@contextlib.contextmanager
+def in_programs():
+  """Inside, trainers have `STEPS` as their default, but for what compiles nothing."""
+  from loopwright import trainer
+  from loopwright.engine import trainer_checks
+
+  defaults = {**trainer.Trainer.__init__.__kwdefaults__, "steps_per_program": STEPS}
+  with (
+    mock.patch.object(trainer.Trainer.__init__, "__kwdefaults__", defaults),
+    mock.patch.object(trainer_checks, "check_steps_per_program"),
+  ):
+    yield
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from absl import logging
@@ -14,8 +14,11 @@ from loopwright.models import models, replica_state
 from loopwright.models.reachable import reachable
 from loopwright.optimizers.loss_scale import LossScale, dynamic
 
+LONG = 10_000
+"""Steps of a run that gains more by a program of several than the program takes to compile."""
+
 if TYPE_CHECKING:
-  from loopwright.engine.step_parts import InputWait
+  from loopwright.engine.step_parts import InputWait, Replaced
   from loopwright.trainer import Trainer
 
 
@@ -52,13 +55,34 @@ def scale_of(trainer: Trainer, *, usual: bool) -> LossScale | None:
   return scale if any(learnt) or scale is not trainer.parts.loss_scale else None
 
 
+def steps_of_program(trainer: Trainer, graph: tf.Graph | None, iterator: Any) -> int | None:
+  """Returns how many steps are one program if the loop is traced again; None if it may stay (host).
+
+  Args:
+    graph: of the traced loop; None where one graph is not all of it.
+    iterator: of its batches.
+  """
+  given, planned = trainer.parts.steps_per_program, trainer.planned
+  why = trainer.parts.left_out.get(f"{given} steps")
+  if given not in ("auto", 1) and graph is None:
+    why = f"those of {trainer.placement.name} run one by one"
+  if why:
+    logging.info("XLA does not compile %s steps as one program: %s", given, why)
+    return 1
+  if given != "auto" or graph is None or planned is None or planned.train_steps < LONG:
+    return None
+  choose = registry.load("part", "chosen_steps")
+  chosen: int | None = choose(trainer, graph, iterator, planned.steps_per_loop)
+  return chosen
+
+
 def or_without_xla(trainer: Trainer, run: Callable[[], None]) -> None:
   """Runs a loop; if XLA refuses the whole step, without kept programs, or without XLA (host).
 
   A step that is one program has not run then, but for the read of its batch. One of several may
   have run in part: it begins without kept programs, unless the user asks for them.
   """
-  before, whole = int(trainer.global_step.numpy()), trainer.compiled == xla.WHOLE
+  before, whole = int(trainer.global_step.numpy()), trainer.compiled.endswith(xla.AS_ONE)
   if trainer.parts.jit_compile and not whole:
     registry.load("part", "without_kept")()
   try:
@@ -68,12 +92,19 @@ def or_without_xla(trainer: Trainer, run: Callable[[], None]) -> None:
       raise
     if registry.load("part", "without_kept")(error):
       trainer.use()  # TensorFlow keeps the error of a program that it could not read, by its name
-    elif trainer.parts.jit_compile == "auto" and xla.refuses(error):
+    elif xla.refuses(error) and (instead := _without(trainer)):
       from loopwright.host.failures import failure
 
       logging.info("XLA compiles nothing: %s", failure(error))
-      trainer.use(jit_compile=False)
+      trainer.use(**instead)
     else:
       raise
     trainer.reset_input()
     or_without_xla(trainer, run)
+
+
+def _without(trainer: Trainer) -> Replaced:
+  """Returns what goes on without the program that XLA has refused; nothing if it must compile."""
+  if trainer.parts.steps_per_program not in ("auto", 1):
+    return {"steps_per_program": 1}
+  return {"jit_compile": False} if trainer.parts.jit_compile == "auto" else {}

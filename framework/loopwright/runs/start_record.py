@@ -22,7 +22,7 @@ from loopwright.evaluator import Evaluator
 from loopwright.inputs.fingerprint import described, fingerprint, kinds, mixtures
 from loopwright.inputs.sources import main_source
 from loopwright.optimizers import adapters
-from loopwright.options import Group
+from loopwright.options import Cadence, Group
 from loopwright.options.declaration import declared
 from loopwright.reporting.summary import optimizer_names
 from loopwright.run_folder import history, layout
@@ -93,6 +93,10 @@ class Start:
     optimizers = trainer.parts.optimizers.values()
     lines = [line for each in optimizers if (line := each.moved_rate())]
     return lines + [f"XLA compiles {each}" for each in compiled.values()]
+
+  def plan(self, trainer: Trainer, cadence: Cadence) -> None:
+    """Says how far the run is to train, on which options of the trainer may depend (host)."""
+    self.train_steps, trainer.planned = cadence.train_steps, cadence
 
   def _require_shares(self, name: str, mixture: Any, position: int) -> None:
     """Raises a ConfigError if a mixture shares out otherwise what is consumed."""

@@ -155,6 +155,9 @@ def search(
 def axes(trainer: Trainer, step_s: float) -> list[list[Bindings]]:
   """Returns what may be faster than the config in force, whose trainer this is."""
   found: list[list[Bindings]] = [[{"Trainer.jit_compile": not trainer.parts.jit_compile}]]
+  if trainer.strategy.num_replicas_in_sync == 1 and not trainer.placement.on_gpus:
+    several = trainer.parts.steps_per_program in ("auto", 1)
+    found += [[{"Trainer.steps_per_program": 16 if several else 1}]]
   if trainer.strategy.num_replicas_in_sync > 1:
     found += [_ways(trainer)]
   return [*found, _loops(step_s)]

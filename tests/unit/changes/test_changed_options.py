@@ -142,6 +142,7 @@ OPTIONS = [  # option, before, what is bound beside it, after, what happens
   ("Trainer.shard_optimizer_state", "False", (), "True", "same"),
   ("Trainer.recompute", "()", ("Straight.dropout = 0.0",), "['dense.*']", "same"),
   ("Trainer.jit_compile", "False", ("Straight.dropout = 0.0",), "True", "same"),
+  ("Trainer.steps_per_program", "1", ("Straight.dropout = 0.0",), "4", "same"),
   ("fixed.scale", "64.0", FIXED, "32.0", "same"),
   ("Reduction.packing", "'flat'", TWO, "'per_tensor'", "same"),
   ("Reduction.wire_dtype", "None", TWO, "'bfloat16'", "numbers"),

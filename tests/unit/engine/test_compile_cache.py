@@ -184,7 +184,7 @@ def test_no_run_fails_as_its_programs_cannot_be_read_or_written(first, spoiled, 
 
 
 @pytest.mark.parametrize("by_itself", [True, False])
-@pytest.mark.parametrize("compiled", [xla.WHOLE, "the forward and backward pass"])
+@pytest.mark.parametrize("compiled", [f"the step {xla.AS_ONE}", "the forward and backward pass"])
 def test_a_step_of_several_programs_begins_without_kept_ones(compiled, by_itself, kept, process):
   """Unless the user asks for them: half a step may have run when one cannot be read."""
   cache, work = process()
@@ -193,7 +193,7 @@ def test_a_step_of_several_programs_begins_without_kept_ones(compiled, by_itself
     compiled=compiled, parts=SimpleNamespace(jit_compile="auto"), global_step=tf.constant(0)
   )
   examination.or_without_xla(trainer, lambda: None)
-  given_up = by_itself and compiled != xla.WHOLE
+  given_up = by_itself and compiled != f"the step {xla.AS_ONE}"
   assert ([*work.iterdir()] == [], work.is_symlink()) == (given_up, given_up)
   cache.loop_ends(1, {}, 1)
   assert kept.exists()

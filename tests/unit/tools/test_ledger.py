@@ -427,7 +427,9 @@ def test_an_order_of_many_examples_is_compared_in_parts(monkeypatch):
   options = {"num_examples": 5000, "seed": 4, "shuffle": True}
   assert proof(*both(1, 30, ids=ids, **options)).parts[""].left_over == 210
   ids[100] = 4999
-  assert problem(*both(1, 30, ids=ids, **options)).startswith("step 15, worker 0: differs: its 4 ex")
+  assert problem(*both(1, 30, ids=ids, **options)).startswith(
+    "step 15, worker 0: differs: its 4 ex"
+  )
 
 
 # ---- The command; after kills in a cluster: tests/clusters/test_multi_worker.py ----
