@@ -34,7 +34,7 @@ def require_agreement(train: Any, other: Any, where: str, trace: Callable[[], ob
   require_names(train.numbered, other.numbered, "source('train')", where)
   if isinstance(train, Source) and isinstance(other, Source):
     _require_kinds(_first_rows(train), _first_rows(other), where)
-  if fingerprint.kinds(train) != fingerprint.kinds(other):
+  if train.feature_kinds() != other.feature_kinds():
     trace()
 
 

@@ -26,8 +26,8 @@ from loopwright.graphs.autograph import as_written
 from loopwright.graphs.randomness import hashed
 from loopwright.inputs import datasets, fingerprint
 from loopwright.inputs.ordering import seed_of_part
-from loopwright.inputs.plan import Plan, Start, padded_batch_size
-from loopwright.inputs.sources import Source, main_source, of_one_shape
+from loopwright.inputs.plan import Plan, Shard, Start, batches, padded_batch_size
+from loopwright.inputs.sources import Readable, Source
 
 Axes = Mapping[str, Sequence[int]]
 """Feature -> its axes that are as long as the example; axis 0 is that of the examples."""
@@ -70,6 +70,12 @@ class Bucket(Source):
       ]
     return batch
 
+  def ids_of(self, indices: tf.Tensor) -> tf.Tensor:
+    """See `Source.ids_of`."""
+    if self.is_alone:
+      return indices
+    return self.example_ids(tf.minimum(indices, self.num_examples - 1))
+
   def cut_to(self, length: int) -> Bucket:
     """Returns a source of the same examples whose features are trimmed to another length."""
     other = copy.copy(self)
@@ -86,7 +92,7 @@ class Bucket(Source):
       return tf.constant(self.ids)
 
 
-class Buckets:
+class Buckets(Readable):
   """A source whose batches have a few shapes; `Task.source` may return it.
 
   >>> texts, lengths = lw.ArraySource({"text": np.zeros([6, 8])}), [2, 3, 3, 7, 8, 1]
@@ -130,7 +136,7 @@ class Buckets:
     """
     if not isinstance(source, Source):
       raise ConfigError(f"Buckets got {kind(source)}; it must be a Source, which has an index.")
-    if datasets.has_own_order(source):
+    if type(source).examples_of is not Source.examples_of:
       raise ConfigError(
         f"Buckets got a {type(source).__name__}, but each bucket reads all its examples once an "
         "epoch, so weights would not count; give the parts one length, or use Packed sources as "
@@ -197,6 +203,55 @@ class Buckets:
       shuffle=shuffle,
       in_a_row=self.in_a_row,
     )
+
+  def main_source(self) -> Bucket:
+    """See `Readable.main_source`."""
+    return self.longest
+
+  def of_one_shape(self) -> Bucket:
+    """See `Readable.of_one_shape`."""
+    return self.longest
+
+  def training_batches(self, plan: Plan, start: Start, shard: Shard | None) -> datasets.Scheduled:
+    """See `Readable.training_batches`."""
+    _refuse_shard(shard)
+    schedule = self.schedule(plan.global_batch_size, seed=start.seed, shuffle=start.shuffle)
+    batch = start.position // plan.global_batch_size
+    before, made = schedule.batches_before(batch), []
+    for place, bucket in enumerate(self.buckets):
+      size = schedule.sizes[place]
+      steps = functools.partial(schedule.steps_of, place, batch, start.first_step - batch)
+      own = _with_size(plan, size)
+      first = Start(seed_of_part(start.seed, bucket.name), before[place] * size, start.shuffle)
+      elements, read = bucket.training_elements(own, first)
+      if plan.preprocess:
+        elements = _numbered(elements, steps)
+      made.append(batches(elements, own.completing(read), rewrite=False))
+    return datasets.Scheduled(made, schedule, batch)
+
+  def evaluation_batches(self, plan: Plan, most: int, shard: Shard | None) -> list[tf.data.Dataset]:
+    """See `Readable.evaluation_batches`: a data set for each bucket."""
+    _refuse_shard(shard)
+    pairs = list(zip(self.buckets, self.batch_sizes(plan.global_batch_size), strict=True))
+    counts = np.array([-(-bucket.num_examples // size) for bucket, size in pairs])
+    if 0 <= most < counts.sum():
+      ends = np.cumsum(counts) * most // counts.sum()
+      counts = np.diff(ends, prepend=0)
+    return [
+      bucket.evaluation_batches(_with_size(plan, size), int(count), None)
+      for (bucket, size), count in zip(pairs, counts, strict=True)
+      if count
+    ]
+
+  def fingerprint(self) -> str:
+    """See `Readable.fingerprint`."""
+    shares = (f"{bucket.num_examples} of length {bucket.length}" for bucket in self.buckets)
+    return f"{self.source.fingerprint()}, {' and '.join(shares)}"
+
+  def described(self, global_batch_size: int) -> dict[str, str]:
+    """See `Readable.described`."""
+    own = {fingerprint.BUCKETS: self.describe(global_batch_size)}
+    return {fingerprint.TRAINING: self.fingerprint(), **own}
 
 
 def _axes(trim: Sequence[str] | Axes) -> Axes:
@@ -293,56 +348,6 @@ def _order(schedule: Schedule, epoch: int) -> np.ndarray:
 # ---- How they are read ----
 
 
-@main_source.register(Buckets)
-@of_one_shape.register(Buckets)
-def _longest(source: Buckets) -> Bucket:
-  return source.longest
-
-
-@datasets.example_ids.register(Bucket)
-def _ids(source: Bucket, indices: tf.Tensor) -> tf.Tensor:
-  if source.is_alone:
-    return indices
-  return source.example_ids(tf.minimum(indices, source.num_examples - 1))
-
-
-@datasets.training.register(Buckets)
-def _training(
-  source: Buckets, plan: Plan, start: Start, shard: datasets.Shard | None
-) -> datasets.Scheduled:
-  _refuse_shard(shard)
-  schedule = source.schedule(plan.global_batch_size, seed=start.seed, shuffle=start.shuffle)
-  batch = start.position // plan.global_batch_size
-  before, made = schedule.batches_before(batch), []
-  for place, bucket in enumerate(source.buckets):
-    size = schedule.sizes[place]
-    steps = functools.partial(schedule.steps_of, place, batch, start.first_step - batch)
-    own = _with_size(plan, size)
-    first = Start(seed_of_part(start.seed, bucket.name), before[place] * size, start.shuffle)
-    elements, read = datasets.reading(bucket, own, first)
-    if plan.preprocess:
-      elements = _numbered(elements, steps)
-    made.append(datasets.batches(elements, datasets.completing(own, read), rewrite=False))
-  return datasets.Scheduled(made, schedule, batch)
-
-
-@datasets.evaluation.register(Buckets)
-def _evaluation(
-  source: Buckets, plan: Plan, most: int, shard: datasets.Shard | None
-) -> list[tf.data.Dataset]:
-  _refuse_shard(shard)
-  pairs = list(zip(source.buckets, source.batch_sizes(plan.global_batch_size), strict=True))
-  counts = np.array([-(-bucket.num_examples // size) for bucket, size in pairs])
-  if 0 <= most < counts.sum():
-    ends = np.cumsum(counts) * most // counts.sum()
-    counts = np.diff(ends, prepend=0)
-  return [
-    datasets.evaluation(bucket, _with_size(plan, size), int(count), None)
-    for (bucket, size), count in zip(pairs, counts, strict=True)
-    if count
-  ]
-
-
 def _with_size(plan: Plan, size: int) -> Plan:
   rows = rows_of(plan.given_rows, size, plan.global_batch_size, plan.pad_multiple)
   return dataclasses.replace(plan, global_batch_size=size, given_rows=rows)
@@ -356,7 +361,7 @@ def rows_of(rows: range | None, size: int, global_batch_size: int, multiple: int
   return range(rows.start * padded // whole, rows.stop * padded // whole)
 
 
-def _refuse_shard(shard: datasets.Shard | None) -> None:
+def _refuse_shard(shard: Shard | None) -> None:
   if shard is not None:
     raise ConfigError(
       "the source is a Buckets, whose steps follow one schedule, but parameter_server's workers "
@@ -370,17 +375,3 @@ def _numbered(elements: tf.data.Dataset, steps: Callable[[], Iterator[int]]) -> 
   return tf.data.Dataset.zip((elements, numbers)).map(
     as_written(lambda element, step: (*element[:-1], step))
   )
-
-
-@fingerprint.fingerprint.register(Buckets)
-def _fingerprint(source: Buckets) -> str:
-  shares = (f"{bucket.num_examples} of length {bucket.length}" for bucket in source.buckets)
-  return f"{fingerprint.fingerprint(source.source)}, {' and '.join(shares)}"
-
-
-@fingerprint.described.register(Buckets)
-def _described(source: Buckets, global_batch_size: int) -> dict[str, str]:
-  return {
-    fingerprint.TRAINING: _fingerprint(source),
-    fingerprint.BUCKETS: source.describe(global_batch_size),
-  }

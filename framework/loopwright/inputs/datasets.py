@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -39,20 +38,9 @@ from tensorflow.python.ops import gen_dataset_ops
 
 from loopwright.errors import require_integer
 from loopwright.graphs.aliases import AnySource, Batch
-from loopwright.graphs.autograph import as_written
 from loopwright.host.replacing import replaced
-from loopwright.inputs.ordering import examples_at, seeds_at
-from loopwright.inputs.plan import Element, Plan, Preprocess, Start
-from loopwright.inputs.sources import Source, check_source, main_source
-
-Shard = tuple[int, Any]
-"""(n, i): only the batches k = 0, 1, ... with k % n == i; i is an int or an int64 scalar."""
-Elements = tuple[tf.data.Dataset, Callable[..., Element]]
-"""What to read for each batch, and the function that reads it."""
-
-_POSITIONS_AT_ONCE = 4096
-"""Indices are computed this many at a time. A batch of 128 at a time would cost 170 us of CPU time
-per batch instead of 110, mostly to start about forty small ops."""
+from loopwright.inputs.plan import Plan, Preprocess, Shard, Start
+from loopwright.inputs.sources import check_source, main_source
 
 
 def train_dataset(
@@ -105,7 +93,7 @@ def train_dataset(
   require_integer("position", position, at_least=0)
   require_integer("seed", seed, at_least=0, at_most=2**32 - 1)
   step = position // global_batch_size if first_step is None else first_step
-  return training(source, plan, Start(seed, position, shuffle, step), shard)
+  return source.training_batches(plan, Start(seed, position, shuffle, step), shard)
 
 
 def eval_dataset(
@@ -129,134 +117,7 @@ def eval_dataset(
   most = -1 if steps is None else require_integer("steps", steps, at_least=1)
   check_source(main_source(source))
   plan = Plan(global_batch_size, pad_multiple, preprocess, rows, training=False)
-  return evaluation(source, plan, most, shard)
-
-
-# ---- What a kind of source may answer in its own way ----
-
-
-@functools.singledispatch
-def training(source: AnySource, plan: Plan, start: Start, shard: Shard | None) -> Any:
-  """Returns what `train_dataset` returns."""
-  elements, read = reading(source, plan, start)
-  return batches(sharded(elements, shard), completing(plan, read), rewrite=rewrites(source))
-
-
-@functools.singledispatch
-def evaluation(source: AnySource, plan: Plan, most: int, shard: Shard | None) -> Any:
-  """Returns what `eval_dataset` returns; `most` is -1 for all batches."""
-  elements, make = one_pass(source, plan, most)
-  return batches(sharded(elements, shard), make, rewrite=rewrites(source))
-
-
-@functools.singledispatch
-def one_pass(
-  source: AnySource, plan: Plan, most: int
-) -> tuple[tf.data.Dataset, Callable[..., Batch]]:
-  """Returns what to read for each batch of one pass, and the function that makes the batch.
-
-  Args:
-    source: what to read.
-    plan: the rows of a batch.
-    most: the most batches; -1 for all.
-  """
-  end = source.num_examples
-
-  def make(start: tf.Tensor) -> Batch:
-    indices = start + plan.row_numbers()
-    real = plan.real_rows() & (indices < end)
-    batch = source.fetch(tf.where(real, indices, start))
-    batch = plan.checked_features(batch, f"{type(source).__name__}.fetch")
-    return plan.completed(batch, tf.where(real, example_ids(source, indices), -1))
-
-  return tf.data.Dataset.range(0, end, plan.global_batch_size).take(most), make
-
-
-@functools.singledispatch
-def reading(source: AnySource, plan: Plan, start: Start) -> Elements:
-  """Returns what to read for each batch of training, and the function that reads it."""
-
-  def read(indices: tf.Tensor, seeds: tf.Tensor, step: tf.Tensor) -> Element:
-    features = plan.checked_features(source.fetch(indices), f"{type(source).__name__}.fetch")
-    return features, tf.where(plan.real_rows(), example_ids(source, indices), -1), seeds, step
-
-  return _ordered(source, plan, start), read
-
-
-@functools.singledispatch
-def examples_of(source: AnySource, positions: tf.Tensor, start: Start) -> tf.Tensor:
-  """Returns the example of each position, int64 [m]."""
-  if not start.shuffle:
-    return positions % source.num_examples
-  return examples_at(positions, num_examples=source.num_examples, seed=start.seed)
-
-
-def has_own_order(source: Source) -> bool:
-  """Whether a kind of source says itself which example each position reads."""
-  return examples_of.dispatch(type(source)) is not examples_of.dispatch(Source)
-
-
-@functools.singledispatch
-def example_ids(source: AnySource, indices: tf.Tensor) -> tf.Tensor:
-  """Returns the ids of the examples at some indices, int64 [m]."""
-  return indices
-
-
-@functools.singledispatch
-def rewrites(source: AnySource) -> bool:
-  """Whether TensorFlow may optimize the stages before a batch is made."""
-  return False
-
-
-# ---- Pipelines ----
-
-
-def sharded(elements: tf.data.Dataset, shard: Shard | None) -> tf.data.Dataset:
-  """Returns every n-th element; all without a shard."""
-  return elements.shard(*shard) if shard else elements
-
-
-def batches(
-  dataset: tf.data.Dataset, make: Callable[..., Batch], *, rewrite: bool
-) -> tf.data.Dataset:
-  """Maps in order, ahead of the step; `rewrite` lets TensorFlow optimize the earlier stages."""
-  options = tf.data.Options()
-  options.deterministic = True
-  # The autotune thread sleeps for up to a minute and sometimes misses the stop signal, so ending an
-  # iterator took seconds. Without it, one batch per core is mapped at a time.
-  options.autotune.enabled = False
-  # DATA: if a strategy splits the dataset, every worker keeps its rows of whole batches.
-  options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-  if not rewrite:  # The optimizer keeps a second copy of the arrays and improves nothing here.
-    options.experimental_optimization.apply_default_optimizations = False
-  made = dataset.map(as_written(make), num_parallel_calls=tf.data.AUTOTUNE)
-  return made.prefetch(tf.data.AUTOTUNE).with_options(options)
-
-
-def completing(plan: Plan, read: Callable[..., Element]) -> Callable[..., Batch]:
-  """Returns the function that makes a batch of what `read` has read."""
-
-  def make(*element: Any) -> Batch:
-    return plan.completed(*read(*element))
-
-  return make
-
-
-def _ordered(source: Source, plan: Plan, start: Start) -> tf.data.Dataset:
-  """Yields (indices int64 [rows], seeds int32 [rows, 2], step int64) for each batch."""
-  count = max(1, _POSITIONS_AT_ONCE // plan.global_batch_size)
-  size = count * plan.global_batch_size
-
-  def make(first: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    positions = first + tf.range(size, dtype=tf.int64)
-    indices = examples_of(source, positions, start)
-    of_batches = tf.reshape(tf.stack([indices, positions]), [2, count, -1])
-    indices, positions = tf.unstack(tf.gather(of_batches, plan.example_rows(), axis=2))
-    seeds = seeds_at(tf.reshape(positions, [-1]), seed=start.seed)
-    steps = plan.step(first, start) + tf.range(count, dtype=tf.int64)
-    return indices, tf.reshape(seeds, [count, -1, 2]), steps
-
-  return tf.data.Dataset.counter(start.position, size).map(as_written(make)).unbatch()
+  return source.evaluation_batches(plan, most, shard)
 
 
 # ---- Replicas ----

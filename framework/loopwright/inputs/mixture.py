@@ -28,7 +28,7 @@ import tensorflow as tf
 
 from loopwright.errors import ConfigError, is_integer, kind, require_integer, unknown
 from loopwright.graphs.aliases import Batch
-from loopwright.inputs import datasets, fingerprint
+from loopwright.inputs import fingerprint
 from loopwright.inputs.agreement import require_names
 from loopwright.inputs.checks import require
 from loopwright.inputs.ordering import examples_at, seed_of_part
@@ -287,6 +287,22 @@ class Mixture(Source):
       for key, value in joined.items()
     }
 
+  def examples_of(self, positions: tf.Tensor, start: Start) -> tf.Tensor:
+    """See `Source.examples_of`."""
+    return self.shares.ids(positions, seed=start.seed, shuffle=start.shuffle)
+
+  def fingerprint(self) -> str:
+    """See `Source.fingerprint`: of each part."""
+    return ", ".join(f"{name!r}: {part.fingerprint()}" for name, part in self.parts.items())
+
+  def feature_kinds(self) -> dict[str, str]:
+    """See `Source.feature_kinds`."""
+    return next(iter(self.parts.values())).feature_kinds()
+
+  def mixtures(self) -> dict[str, tuple[Mixture, int]]:
+    """See `Source.mixtures`."""
+    return {fingerprint.WEIGHTS: (self, 1)}
+
   def require_enough(self, position: int) -> None:
     """Raises a ConfigError if a part is read up before some position (host)."""
     if self.shares.limits is None:
@@ -301,26 +317,6 @@ class Mixture(Source):
           f"the run reads {wanted}, {wanted / count:.3g} epochs, up to its last step; raise it, or "
           "lower the part's weight or run.train_steps."
         )
-
-
-@datasets.examples_of.register(Mixture)
-def _examples_of(source: Mixture, positions: tf.Tensor, start: Start) -> tf.Tensor:
-  return source.shares.ids(positions, seed=start.seed, shuffle=start.shuffle)
-
-
-@fingerprint.fingerprint.register(Mixture)
-def _fingerprint(source: Mixture) -> str:
-  return ", ".join(f"{n!r}: {fingerprint.fingerprint(part)}" for n, part in source.parts.items())
-
-
-@fingerprint.kinds.register(Mixture)
-def _kinds(source: Mixture) -> dict[str, str]:
-  return fingerprint.kinds(next(iter(source.parts.values())))
-
-
-@fingerprint.mixtures.register(Mixture)
-def _mixtures(source: Mixture) -> dict[str, tuple[Mixture, int]]:
-  return {fingerprint.WEIGHTS: (source, 1)}
 
 
 def _by_step(weights: Any) -> list[tuple[int, Weights]]:

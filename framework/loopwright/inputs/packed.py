@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from loopwright.errors import ConfigError, kind, require_integer, unknown
 from loopwright.graphs.aliases import Batch
-from loopwright.inputs import fingerprint
 from loopwright.inputs.sources import Source
 
 SEGMENT, POSITION = "segment", "position"
@@ -140,10 +139,9 @@ class Packed(Source):
     tables = b"".join(np.asarray(t, "<i8").tobytes() for t in (self._firsts, self._starts))
     return hashlib.sha256(tables).hexdigest()[:12]
 
-
-@fingerprint.fingerprint.register(Packed)
-def _fingerprint(source: Packed) -> str:
-  return f"{fingerprint.fingerprint.dispatch(Source)(source)}, packed {source.digest()}"
+  def fingerprint(self) -> str:
+    """See `Source.fingerprint`: also of where the tokens lie."""
+    return f"{super().fingerprint()}, packed {self.digest()}"
 
 
 def _cut(ends: np.ndarray, sizes: np.ndarray, length: int, *, everywhere: bool) -> np.ndarray:

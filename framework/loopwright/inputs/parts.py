@@ -20,10 +20,10 @@ import tensorflow as tf
 from loopwright.errors import ConfigError, kind, require_integer, unknown
 from loopwright.graphs.aliases import Batch
 from loopwright.graphs.autograph import as_written
-from loopwright.inputs import datasets, fingerprint
+from loopwright.inputs import fingerprint
 from loopwright.inputs.ordering import seed_of_part
-from loopwright.inputs.plan import Plan, Start
-from loopwright.inputs.sources import Source, check_source, main_source
+from loopwright.inputs.plan import Plan, Shard, Start, batches
+from loopwright.inputs.sources import Readable, Source, check_source
 
 if TYPE_CHECKING:
   from loopwright.inputs.streams import StreamSource
@@ -47,7 +47,7 @@ class Part:
     require_integer("Part.ratio", self.ratio, at_least=1)
 
 
-class Sources:
+class Sources(Readable):
   """Several training sources; `Task.source("train")` may return it.
 
   Attributes:
@@ -71,10 +71,65 @@ class Sources:
         )
     self.main, self.parts = main, parts
 
+  def main_source(self) -> Source | StreamSource:
+    """See `Readable.main_source`."""
+    return self.main
 
-@main_source.register(Sources)
-def _main(source: Sources) -> Source | StreamSource:
-  return source.main
+  def training_batches(self, plan: Plan, start: Start, shard: Shard | None) -> tf.data.Dataset:
+    """See `Readable.training_batches`."""
+    elements, read = self.main.training_elements(plan, start)
+    plans = {name: _plan_of(part, plan) for name, part in self.parts.items()}
+    readings = {
+      name: part.source.training_elements(
+        plans[name],
+        Start(seed_of_part(start.seed, name), start.position * part.ratio, start.shuffle),
+      )
+      for name, part in self.parts.items()
+    }
+
+    def make(main: Any, others: dict[str, Any]) -> Batch:
+      parts = {}
+      for name, element in others.items():
+        features, ids, seeds, _ = readings[name][1](*element)
+        examples = plans[name].numbered(features, ids)
+        if plan.preprocess:
+          examples["seed"] = seeds
+        rows = [len(plan.rows), self.parts[name].ratio]
+        parts[name] = {
+          key: tf.reshape(value, [*rows, *value.shape[1:]]) for key, value in examples.items()
+        }
+      return plan.completed(*read(*main), parts)
+
+    others = {name: elements for name, (elements, _) in readings.items()}
+    zipped = tf.data.Dataset.zip((elements, others))
+    given = [self.main, *(part.source for part in self.parts.values())]
+    rewrite = all(source.rewrites for source in given)
+    return batches(zipped, make, rewrite=rewrite, shard=shard)
+
+  def evaluation_batches(self, plan: Plan, most: int, shard: Shard | None) -> tf.data.Dataset:
+    """Raises a ConfigError."""
+    raise ConfigError(
+      "source('eval') is a Sources, which only source('train') may return; return name -> source "
+      "to evaluate several."
+    )
+
+  def described(self, global_batch_size: int) -> dict[str, str]:
+    """See `Readable.described`: of each part, too."""
+    found = self.main.described(global_batch_size)
+    for name, part in self.parts.items():
+      text = f"{part.source.fingerprint()}, ratio {part.ratio}"
+      found[f"{fingerprint.TRAINING} {name}"] = text
+      found[f"{fingerprint.TRAINING} {name}{fingerprint.RATIO}"] = str(part.ratio)
+    weights = {name: mixture.shares.described() for name, (mixture, _) in self.mixtures().items()}
+    return found | weights
+
+  def mixtures(self) -> dict[str, tuple[Any, int]]:
+    """See `Readable.mixtures`."""
+    found = self.main.mixtures()
+    for name, part in self.parts.items():
+      for own, (mixture, _) in part.source.mixtures().items():
+        found[f"{own} {name}"] = (mixture, part.ratio)
+    return found
 
 
 def prefixes(batch: Mapping[str, object]) -> list[str]:
@@ -122,71 +177,8 @@ def with_part(
   }
 
 
-@datasets.training.register(Sources)
-def _training(
-  sources: Sources, plan: Plan, start: Start, shard: datasets.Shard | None
-) -> tf.data.Dataset:
-  elements, read = datasets.reading(sources.main, plan, start)
-  plans = {name: _plan_of(part, plan) for name, part in sources.parts.items()}
-  readings = {
-    name: datasets.reading(
-      part.source,
-      plans[name],
-      Start(seed_of_part(start.seed, name), start.position * part.ratio, start.shuffle),
-    )
-    for name, part in sources.parts.items()
-  }
-
-  def make(main: Any, others: dict[str, Any]) -> Batch:
-    parts = {}
-    for name, element in others.items():
-      features, ids, seeds, _ = readings[name][1](*element)
-      examples = plans[name].numbered(features, ids)
-      if plan.preprocess:
-        examples["seed"] = seeds
-      rows = [len(plan.rows), sources.parts[name].ratio]
-      parts[name] = {
-        key: tf.reshape(value, [*rows, *value.shape[1:]]) for key, value in examples.items()
-      }
-    return plan.completed(*read(*main), parts)
-
-  others = {name: elements for name, (elements, _) in readings.items()}
-  zipped = tf.data.Dataset.zip((elements, others))
-  given = [sources.main, *(part.source for part in sources.parts.values())]
-  rewrite = all(map(datasets.rewrites, given))
-  return datasets.batches(datasets.sharded(zipped, shard), make, rewrite=rewrite)
-
-
-@datasets.evaluation.register(Sources)
-def _refuse(source: Sources, *unused: Any) -> tf.data.Dataset:
-  raise ConfigError(
-    "source('eval') is a Sources, which only source('train') may return; return name -> source "
-    "to evaluate several."
-  )
-
-
 def _plan_of(part: Part, main: Plan) -> Plan:
   """Returns the plan of a part, whose rows come `ratio` to a row of the main plan."""
   rows = range(main.rows.start * part.ratio, main.rows.stop * part.ratio)
   sizes = main.global_batch_size * part.ratio, main.pad_multiple * part.ratio
   return Plan(*sizes, preprocess=None, given_rows=rows, training=True)
-
-
-@fingerprint.described.register(Sources)
-def _described(source: Sources, global_batch_size: int) -> dict[str, str]:
-  found = fingerprint.described(source.main, global_batch_size)
-  for name, part in source.parts.items():
-    text = f"{fingerprint.fingerprint(part.source)}, ratio {part.ratio}"
-    found[f"{fingerprint.TRAINING} {name}"] = text
-    found[f"{fingerprint.TRAINING} {name}{fingerprint.RATIO}"] = str(part.ratio)
-  weights = {name: mixture.shares.described() for name, (mixture, _) in _mixtures(source).items()}
-  return found | weights
-
-
-@fingerprint.mixtures.register(Sources)
-def _mixtures(source: Sources) -> dict[str, tuple[Any, int]]:
-  found = fingerprint.mixtures(source.main)
-  for name, part in source.parts.items():
-    for own, (mixture, _) in fingerprint.mixtures(part.source).items():
-      found[f"{own} {name}"] = (mixture, part.ratio)
-  return found

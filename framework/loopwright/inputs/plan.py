@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from loopwright.errors import ConfigError, require_integer
 from loopwright.graphs.aliases import Batch
-from loopwright.graphs.autograph import converted
+from loopwright.graphs.autograph import as_written, converted
 from loopwright.inputs.checks import (
   checked_batch,
   refuse_reserved,
@@ -25,6 +25,10 @@ MOST_ROWS = 2**27
 """Rows of a batch; more would take gigabytes for their ids and weights alone."""
 Element = tuple[Batch, tf.Tensor, tf.Tensor, tf.Tensor]
 """Features, ids, seeds and step of a batch."""
+Elements = tuple[tf.data.Dataset, Callable[..., Element]]
+"""What to read for each batch, and the function that reads it."""
+Shard = tuple[int, Any]
+"""(n, i): only the batches k = 0, 1, ... with k % n == i; i is an int or an int64 scalar."""
 
 
 def padded_batch_size(global_batch_size: int, multiple: int) -> int:
@@ -126,6 +130,36 @@ class Plan:
       weight, ids = batch[f"{prefix}weight"], batch[f"{prefix}example_id"]
       batch[f"{prefix}weight"] = _masked(weight, ids)
     return batch
+
+  def completing(self, read: Callable[..., Element]) -> Callable[..., Batch]:
+    """Returns the function that makes a batch of what `read` has read."""
+
+    def make(*element: Any) -> Batch:
+      return self.completed(*read(*element))
+
+    return make
+
+
+def batches(
+  dataset: tf.data.Dataset,
+  make: Callable[..., Batch],
+  *,
+  rewrite: bool,
+  shard: Shard | None = None,
+) -> tf.data.Dataset:
+  """Maps in order, ahead of the step; `rewrite` lets TensorFlow optimize the earlier stages."""
+  options = tf.data.Options()
+  options.deterministic = True
+  # The autotune thread sleeps for up to a minute and sometimes misses the stop signal, so ending an
+  # iterator took seconds. Without it, one batch per core is mapped at a time.
+  options.autotune.enabled = False
+  # DATA: if a strategy splits the dataset, every worker keeps its rows of whole batches.
+  options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+  if not rewrite:  # The optimizer keeps a second copy of the arrays and improves nothing here.
+    options.experimental_optimization.apply_default_optimizations = False
+  dataset = dataset.shard(*shard) if shard else dataset
+  made = dataset.map(as_written(make), num_parallel_calls=tf.data.AUTOTUNE)
+  return made.prefetch(tf.data.AUTOTUNE).with_options(options)
 
 
 def _masked(weight: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:

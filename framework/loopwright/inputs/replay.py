@@ -26,7 +26,6 @@ import tensorflow as tf
 from loopwright.errors import ConfigError, require_integer
 from loopwright.graphs.aliases import Batch, TensorLike
 from loopwright.graphs.randomness import hashed
-from loopwright.inputs import datasets
 from loopwright.inputs.plan import Plan
 from loopwright.inputs.sources import Source
 from loopwright.models import replica_state
@@ -42,15 +41,14 @@ class Draws(Source):
     words = hashed(indices, 0, "draws")
     return {"draw": tf.bitcast(tf.bitwise.right_shift(words, tf.constant(1, tf.uint64)), tf.int64)}
 
-
-@datasets.one_pass.register(Draws)
-def _one_pass(source: Draws, plan: Plan, most: int) -> Any:
-  if most < 0:
-    raise ConfigError(
-      "source('eval') is a Draws, which has no end; return a source with the examples to evaluate, "
-      "or set run.eval_steps."
-    )
-  return datasets.one_pass.dispatch(Source)(source, plan, most)
+  def one_pass(self, plan: Plan, most: int) -> Any:
+    """See `Source.one_pass`."""
+    if most < 0:
+      raise ConfigError(
+        "source('eval') is a Draws, which has no end; return a source with the examples to "
+        "evaluate, or set run.eval_steps."
+      )
+    return super().one_pass(plan, most)
 
 
 class ReplayBuffer(tf.Module):

@@ -1,16 +1,15 @@
 """What can be read: the interface of a source, and arrays. Each other kind has a file of its own.
 
-`inputs.datasets` orders and batches a source. Where a kind of source differs, it registers what it
-does with the function concerned, here or in `datasets`. So no kind is loaded before it is used.
+`inputs.datasets` makes the batches of a source, by its methods. Where a kind of source differs, it
+overrides the method concerned.
 """
 
 from __future__ import annotations
 
 import abc
-import functools
 import mmap
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,8 @@ import tensorflow as tf
 
 from loopwright.errors import ConfigError, kind, require_integer
 from loopwright.graphs.aliases import AnySource, Batch
+from loopwright.graphs.autograph import as_written
+from loopwright.inputs import fingerprint
 from loopwright.inputs.checks import (
   check_array,
   check_text,
@@ -25,12 +26,81 @@ from loopwright.inputs.checks import (
   common_length,
   refuse_reserved,
 )
+from loopwright.inputs.ordering import examples_at, seeds_at
+from loopwright.inputs.plan import Element, Elements, Plan, Shard, Start, batches
 from loopwright.options.declaration import asked, may_change
 
+_POSITIONS_AT_ONCE = 4096
+"""Indices are computed this many at a time. A batch of 128 at a time would cost 170 us of CPU time
+per batch instead of 110, mostly to start about forty small ops."""
 READS = asked("reads that from there on; the position in the data stays")
 
 
-class Source(abc.ABC):
+class Readable:
+  """What `Task.source` may return: how it is read, described and compared.
+
+  Each kind overrides the methods in which it differs from an indexed source.
+  """
+
+  rewrites = False
+  """Whether TensorFlow may optimize the stages before a batch is made."""
+
+  def require_examples(self) -> None:
+    """Raises a ConfigError unless there are examples."""
+
+  def main_source(self) -> Any:
+    """Returns the source whose examples have plain names: of `Sources` the main one, of `Buckets`
+    the longest bucket.
+    """
+    return self
+
+  def of_one_shape(self) -> Any:
+    """Returns the longest of several buckets, or the source itself."""
+    return self
+
+  def training_batches(self, plan: Plan, start: Start, shard: Shard | None) -> Any:
+    """Returns what `datasets.train_dataset` returns."""
+    elements, read = self.training_elements(plan, start)
+    return batches(elements, plan.completing(read), rewrite=self.rewrites, shard=shard)
+
+  def training_elements(self, plan: Plan, start: Start) -> Elements:
+    """Returns what to read for each batch of training, and the function that reads it."""
+    raise NotImplementedError
+
+  def evaluation_batches(self, plan: Plan, most: int, shard: Shard | None) -> Any:
+    """Returns what `datasets.eval_dataset` returns; `most` is -1 for all batches."""
+    elements, make = self.one_pass(plan, most)
+    return batches(elements, make, rewrite=self.rewrites, shard=shard)
+
+  def one_pass(self, plan: Plan, most: int) -> tuple[tf.data.Dataset, Callable[..., Batch]]:
+    """Returns what to read for each batch of one pass, and the function that makes the batch.
+
+    Args:
+      plan: the rows of a batch.
+      most: the most batches; -1 for all.
+    """
+    raise NotImplementedError
+
+  def fingerprint(self) -> str:
+    """Returns number and digest of the examples, such as "1437 examples, 3f2a90c1d4e5" (host)."""
+    raise NotImplementedError
+
+  def feature_kinds(self) -> dict[str, str]:
+    """Returns name -> kind of dtype and shape of an example's features, such as "f(3,)" (host)."""
+    raise NotImplementedError
+
+  def described(self, global_batch_size: int) -> dict[str, str]:
+    """Returns name -> text of all that a run records of what it trains on (host)."""
+    del global_batch_size
+    weights = {name: mixture.shares.described() for name, (mixture, _) in self.mixtures().items()}
+    return {fingerprint.TRAINING: self.fingerprint(), **weights}
+
+  def mixtures(self) -> dict[str, tuple[Any, int]]:
+    """Returns name -> `Mixture` and ratio of each source of training that is one."""
+    return {}
+
+
+class Source(Readable, abc.ABC):
   """Examples that can be read by index. Subclass it for your own indexed format.
 
   Attributes:
@@ -50,6 +120,73 @@ class Source(abc.ABC):
     ...]; an index may occur more than once. Make a large array an eager tensor before this call
     (see `ArraySource`): an array used here directly would be copied into the graph.
     """
+
+  def require_examples(self) -> None:
+    """See `Readable.require_examples`."""
+    count = getattr(self, "num_examples", None)
+    require_integer(f"{type(self).__name__}.num_examples", count, at_least=1)
+
+  def training_elements(self, plan: Plan, start: Start) -> Elements:
+    """See `Readable.training_elements`."""
+
+    def read(indices: tf.Tensor, seeds: tf.Tensor, step: tf.Tensor) -> Element:
+      features = plan.checked_features(self.fetch(indices), f"{type(self).__name__}.fetch")
+      return features, tf.where(plan.real_rows(), self.ids_of(indices), -1), seeds, step
+
+    return self._ordered(plan, start), read
+
+  def _ordered(self, plan: Plan, start: Start) -> tf.data.Dataset:
+    """Yields (indices int64 [rows], seeds int32 [rows, 2], step int64) for each batch."""
+    count = max(1, _POSITIONS_AT_ONCE // plan.global_batch_size)
+    size = count * plan.global_batch_size
+
+    def make(first: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+      positions = first + tf.range(size, dtype=tf.int64)
+      indices = self.examples_of(positions, start)
+      of_batches = tf.reshape(tf.stack([indices, positions]), [2, count, -1])
+      indices, positions = tf.unstack(tf.gather(of_batches, plan.example_rows(), axis=2))
+      seeds = seeds_at(tf.reshape(positions, [-1]), seed=start.seed)
+      steps = plan.step(first, start) + tf.range(count, dtype=tf.int64)
+      return indices, tf.reshape(seeds, [count, -1, 2]), steps
+
+    return tf.data.Dataset.counter(start.position, size).map(as_written(make)).unbatch()
+
+  def one_pass(self, plan: Plan, most: int) -> tuple[tf.data.Dataset, Callable[..., Batch]]:
+    """See `Readable.one_pass`."""
+    end = self.num_examples
+
+    def make(start: tf.Tensor) -> Batch:
+      indices = start + plan.row_numbers()
+      real = plan.real_rows() & (indices < end)
+      batch = self.fetch(tf.where(real, indices, start))
+      batch = plan.checked_features(batch, f"{type(self).__name__}.fetch")
+      return plan.completed(batch, tf.where(real, self.ids_of(indices), -1))
+
+    return tf.data.Dataset.range(0, end, plan.global_batch_size).take(most), make
+
+  def examples_of(self, positions: tf.Tensor, start: Start) -> tf.Tensor:
+    """Returns the example of each position, int64 [m]."""
+    if not start.shuffle:
+      return positions % self.num_examples
+    return examples_at(positions, num_examples=self.num_examples, seed=start.seed)
+
+  def ids_of(self, indices: tf.Tensor) -> tf.Tensor:
+    """Returns the ids of the examples at some indices, int64 [m]."""
+    return indices
+
+  def fingerprint(self) -> str:
+    """See `Readable.fingerprint`.
+
+    The digest is SHA-256 of names, dtypes, shapes and evenly spread rows: at most 4096 of arrays,
+    64 of another indexed source, and 64 MB. Of a stream it has only the types, because reading it
+    takes as long as training does.
+    """
+    return fingerprint.of_rows(self, most=fingerprint.ROWS)
+
+  def feature_kinds(self) -> dict[str, str]:
+    """See `Readable.feature_kinds`."""
+    first = fingerprint.first_row(self)
+    return {name: f"{value.dtype.kind}{value.shape[1:]}" for name, value in first.items()}
 
 
 @may_change(READS)
@@ -92,6 +229,10 @@ class ArraySource(Source):
     batch = {name: tf.gather(tensor, indices) for name, tensor in self._in_memory().items()}
     return batch | self._read_mapped(indices)
 
+  def fingerprint(self) -> str:
+    """See `Source.fingerprint`."""
+    return fingerprint.of_rows(self, most=fingerprint.ROWS_OF_ARRAYS)
+
   def _in_memory(self) -> Batch:
     # Eager tensors, because the pipeline captures them instead of copying them into its graph. On
     # the host, because eager tensors go to a GPU by default.
@@ -122,31 +263,22 @@ class ArraySource(Source):
 # ---- What may be asked of any source ----
 
 
-@functools.singledispatch
 def check_source(source: Any) -> None:
   """Raises a ConfigError unless `source` is a `Source` with examples, or a `StreamSource`."""
-  remedy = "StreamSource(dataset=...)" if isinstance(source, tf.data.Dataset) else "ArraySource"
-  raise ConfigError(f"the source is {kind(source)}; it must be a Source: wrap it in {remedy}.")
+  if not isinstance(source, Readable):
+    remedy = "StreamSource(dataset=...)" if isinstance(source, tf.data.Dataset) else "ArraySource"
+    raise ConfigError(f"the source is {kind(source)}; it must be a Source: wrap it in {remedy}.")
+  source.require_examples()
 
 
-@check_source.register
-def _(source: Source) -> None:
-  count = getattr(source, "num_examples", None)
-  require_integer(f"{type(source).__name__}.num_examples", count, at_least=1)
-
-
-@functools.singledispatch
 def main_source(source: Any) -> Any:
-  """Returns the source whose examples have plain names: of `Sources` the main one, of `Buckets` the
-  longest bucket.
-  """
-  return source
+  """Returns `Readable.main_source` of a source; anything else as it is."""
+  return source.main_source() if isinstance(source, Readable) else source
 
 
-@functools.singledispatch
 def of_one_shape(source: Any) -> Any:
-  """Returns the longest of several buckets, or the source itself."""
-  return source
+  """Returns `Readable.of_one_shape` of a source; anything else as it is."""
+  return source.of_one_shape() if isinstance(source, Readable) else source
 
 
 def eval_sets(given: AnySource) -> dict[str, AnySource]:

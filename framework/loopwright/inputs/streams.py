@@ -14,16 +14,16 @@ from absl import logging
 from loopwright.errors import ConfigError, kind, require_integer
 from loopwright.graphs.aliases import Batch
 from loopwright.graphs.autograph import as_written
-from loopwright.inputs import datasets, fingerprint
+from loopwright.inputs import fingerprint
 from loopwright.inputs.checks import refuse_reserved, require
 from loopwright.inputs.ordering import seeds_at
-from loopwright.inputs.plan import Element, Plan, Start
-from loopwright.inputs.sources import READS, check_source
+from loopwright.inputs.plan import Element, Elements, Plan, Start
+from loopwright.inputs.sources import READS, Readable
 from loopwright.options.declaration import may_change
 
 
 @may_change(READS)
-class StreamSource:
+class StreamSource(Readable):
   """Your own `tf.data.Dataset`, read in its own order.
 
   It must yield the same examples in each iteration: seed its shuffle. Training repeats it. It
@@ -35,6 +35,8 @@ class StreamSource:
     numbered: "class" -> the `class_names` of Keras's image_dataset_from_directory.
     endless: whether a pass is known to have no end. That of a generator is not known.
   """
+
+  rewrites = True
 
   def __init__(self, dataset: tf.data.Dataset, *, num_examples: int | None = None) -> None:
     """Checks the types of the elements without reading them.
@@ -66,68 +68,52 @@ class StreamSource:
     self.num_examples = num_examples or (known if known > 0 else None)
     self.numbered = {"class": names} if (names := _class_names(dataset)) else {}
 
+  def fingerprint(self) -> str:
+    """See `Readable.fingerprint`: of the types of the elements."""
+    types = repr(sorted(self.dataset.element_spec.items())).encode()
+    return fingerprint.counted(self.num_examples or "unknown number of", hashlib.sha256(types))
 
-@check_source.register(StreamSource)
-def _may_be_read(source: StreamSource) -> None:
-  """Its elements have been checked."""
+  def feature_kinds(self) -> dict[str, str]:
+    """See `Readable.feature_kinds`."""
+    spec = self.dataset.element_spec.items()
+    return {n: f"{np.dtype(s.dtype.as_numpy_dtype).kind}{tuple(s.shape)}" for n, s in spec}
 
+  def training_elements(self, plan: Plan, start: Start) -> Elements:
+    """See `Readable.training_elements`."""
+    position = start.position
+    examples = self.dataset.enumerate().repeat()
+    examples = examples.concatenate(_failing(examples.element_spec)).skip(position)
+    batches = examples.batch(plan.global_batch_size, drop_remainder=True)
 
-@fingerprint.fingerprint.register(StreamSource)
-def _fingerprint(source: StreamSource) -> str:
-  types = repr(sorted(source.dataset.element_spec.items())).encode()
-  return fingerprint.counted(source.num_examples or "unknown number of", hashlib.sha256(types))
+    def clock(at: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+      return at, tf.timestamp()
 
+    def read(clocked: tuple[tf.Tensor, tf.Tensor], batch: tuple[tf.Tensor, Batch]) -> Element:
+      at, began_s = clocked
+      if position:
+        _log_once(at == position, position, began_s)
+      seeds = seeds_at(at + plan.example_rows(), seed=start.seed)
+      step = plan.step(at, start)
+      return *_padded(*batch, plan), seeds, step
 
-@fingerprint.kinds.register(StreamSource)
-def _kinds(source: StreamSource) -> dict[str, str]:
-  spec = source.dataset.element_spec.items()
-  return {n: f"{np.dtype(s.dtype.as_numpy_dtype).kind}{tuple(s.shape)}" for n, s in spec}
-
-
-@datasets.rewrites.register(StreamSource)
-def _rewritten(source: StreamSource) -> bool:
-  return True
-
-
-@datasets.reading.register(StreamSource)
-def _reading(source: StreamSource, plan: Plan, start: Start) -> datasets.Elements:
-  position = start.position
-  examples = source.dataset.enumerate().repeat()
-  examples = examples.concatenate(_failing(examples.element_spec)).skip(position)
-  batches = examples.batch(plan.global_batch_size, drop_remainder=True)
-
-  def clock(at: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    return at, tf.timestamp()
-
-  def read(clocked: tuple[tf.Tensor, tf.Tensor], batch: tuple[tf.Tensor, Batch]) -> Element:
-    at, began_s = clocked
     if position:
-      _log_once(at == position, position, began_s)
-    seeds = seeds_at(at + plan.example_rows(), seed=start.seed)
-    step = plan.step(at, start)
-    return *_padded(*batch, plan), seeds, step
+      logging.info("skipping %d examples of a stream, to continue where training stopped", position)
+    # zip reads its parts in order, so the clock is read before the first batch, which skips.
+    clocked = tf.data.Dataset.counter(position, plan.global_batch_size).map(as_written(clock))
+    return tf.data.Dataset.zip((clocked, batches)), read
 
-  if position:
-    logging.info("skipping %d examples of a stream, to continue where training stopped", position)
-  # zip reads its parts in order, so the clock is read before the first batch, which skips.
-  clocked = tf.data.Dataset.counter(position, plan.global_batch_size).map(as_written(clock))
-  return tf.data.Dataset.zip((clocked, batches)), read
+  def one_pass(self, plan: Plan, most: int) -> tuple[tf.data.Dataset, Callable[..., Batch]]:
+    """See `Readable.one_pass`."""
+    if most < 0 and self.endless:
+      raise ConfigError(
+        "the stream to evaluate is endless; set num_examples of its StreamSource to the length of "
+        "one pass, or run.eval_steps to the number of batches."
+      )
 
+    def make(ids: tf.Tensor, features: Batch) -> Batch:
+      return plan.completed(*_padded(ids, features, plan))
 
-@datasets.one_pass.register(StreamSource)
-def _one_pass(
-  source: StreamSource, plan: Plan, most: int
-) -> tuple[tf.data.Dataset, Callable[..., Batch]]:
-  if most < 0 and source.endless:
-    raise ConfigError(
-      "the stream to evaluate is endless; set num_examples of its StreamSource to the length of "
-      "one pass, or run.eval_steps to the number of batches."
-    )
-
-  def make(ids: tf.Tensor, features: Batch) -> Batch:
-    return plan.completed(*_padded(ids, features, plan))
-
-  return source.dataset.enumerate().batch(plan.global_batch_size).take(most), make
+    return self.dataset.enumerate().batch(plan.global_batch_size).take(most), make
 
 
 def _padded(ids: tf.Tensor, features: Batch, plan: Plan) -> tuple[Batch, tf.Tensor]:

@@ -25,7 +25,7 @@ from loopwright.graphs import randomness
 from loopwright.graphs.aliases import AnySource, DatasetFn
 from loopwright.host import lazy_keras
 from loopwright.inputs import datasets
-from loopwright.inputs.plan import padded_batch_size
+from loopwright.inputs.plan import Shard, padded_batch_size
 from loopwright.inputs.sources import eval_sets, of_one_shape
 from loopwright.models import models
 from loopwright.observers import Observer, Reading
@@ -77,7 +77,7 @@ class Recipe(Evaluation):
       lambda: of_one_shape(task.source("train")) if self.one_shape else task.source("train")
     )
 
-    def dataset(position: int, shard: datasets.Shard | None = None) -> tf.data.Dataset:
+    def dataset(position: int, shard: Shard | None = None) -> tf.data.Dataset:
       return self._dataset(trainer, source(), observers, position, shard)
 
     place = placement.of(strategy)
@@ -123,7 +123,7 @@ class Recipe(Evaluation):
     source: AnySource,
     observers: Sequence[Observer],
     position: int,
-    shard: datasets.Shard | None,
+    shard: Shard | None,
   ) -> tf.data.Dataset:
     """Returns the training input from `position` on; in a cluster, this worker's rows."""
     task, rows = trainer.task, trainer.cluster.rows(trainer.padded_batch_size)

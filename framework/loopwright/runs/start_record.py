@@ -19,7 +19,6 @@ from typing import Any
 
 from loopwright import configurables, registry
 from loopwright.evaluator import Evaluator
-from loopwright.inputs.fingerprint import described, fingerprint, kinds, mixtures
 from loopwright.inputs.sources import main_source
 from loopwright.optimizers import adapters
 from loopwright.options import Cadence, Group
@@ -85,7 +84,8 @@ class Start:
     """
     position, step = int(trainer.position.numpy()), int(trainer.global_step.numpy())
     steps = max(0, self.train_steps - step)
-    for name, (mixture, ratio) in mixtures(trainer.source() if trainer.source else None).items():
+    mixtures = trainer.source().mixtures() if trainer.source else {}
+    for name, (mixture, ratio) in mixtures.items():
       self._require_shares(name, mixture, position * ratio)
       mixture.require_enough((position + steps * trainer.global_batch_size) * ratio)
     compiled = {"compiled by XLA": trainer.compiled} if trainer.compiled else {}
@@ -145,12 +145,12 @@ def values(options: Group, free: Sequence[str]) -> dict[str, str]:
 def examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:
   """Returns number and digest of the examples of each split, the same on all workers."""
   source = trainer.source() if trainer.source else None
-  found = {} if source is None else described(source, trainer.global_batch_size)
+  found = {} if source is None else source.described(trainer.global_batch_size)
   for name, each in (evaluator.sources if evaluator else {}).items():
-    found[f"evaluation {name}".rstrip()] = fingerprint(each)
+    found[f"evaluation {name}".rstrip()] = each.fingerprint()
     if source is not None and evaluator is not None:
       one, other = main_source(source), main_source(each)
-      if one.numbered != other.numbered or kinds(one) != kinds(other):
+      if one.numbered != other.numbered or one.feature_kinds() != other.feature_kinds():
         where = f"source('eval')[{name!r}]" if name else "source('eval')"
         registry.load("part", "require_agreement")(one, other, where, evaluator.metric_names)
   for split, text in found.items():

@@ -14,7 +14,6 @@ from input_cases import arrays, one_line_error
 from loopwright.errors import ConfigError
 from loopwright.host.failures import mistake
 from loopwright.inputs.datasets import eval_dataset, train_dataset
-from loopwright.inputs.fingerprint import fingerprint
 from loopwright.inputs.indexed import IndexedSource, TFRecordSource
 
 N = 10
@@ -70,7 +69,7 @@ def test_a_global_shuffle_over_getitem_that_starts_anywhere(kind, threads):
   # The batch ahead is read too.
   read_now = [i for read in data.reads[reads:] for i in (read if kind is Batched else [read])]
   assert len(read_now) <= 5 * 8
-  assert fingerprint(source).startswith("10 examples, ")
+  assert source.fingerprint().startswith("10 examples, ")
 
 
 def test_batches_are_one_call_where_there_is_getitems():
@@ -322,7 +321,7 @@ def test_a_feature_of_any_length_is_refused_before_training(folder):
   features = {**FEATURES, "z": tf.io.VarLenFeature(tf.int64)}
   source = TFRecordSource(files=str(folder / "part-0.tfrecord"), features=features)
   with one_line_error("TFRecordSource.fetch returned 'z' as a SparseTensor; convert it to a"):
-    fingerprint(source)
+    source.fingerprint()
 
 
 def test_a_record_that_lacks_a_feature_is_named(tmp_path):

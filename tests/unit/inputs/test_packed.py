@@ -10,7 +10,6 @@ from places import PLACES, strategy_of
 
 from loopwright import ArraySource, Mixture, Packed, attention_mask
 from loopwright.inputs.datasets import eval_dataset, train_dataset
-from loopwright.inputs.fingerprint import fingerprint
 from loopwright.runs.builder import Recipe
 from loopwright.tools.ledger import __main__
 from loopwright.tools.ledger.recorder import Recorder
@@ -106,9 +105,9 @@ def test_packings_are_parts_of_a_mixture_and_told_apart():
   both = Mixture(parts={"a": packed(), "b": packed(LENGTHS[::-1])}, weights={"a": 2, "b": 1})
   batch = arrays(train_dataset(both, global_batch_size=6), 1)[0]
   assert batch["token"].shape == (6, LENGTH)
-  digests = {fingerprint(packed(packing=each)) for each in ("best_fit", "in_order")}
+  digests = {packed(packing=each).fingerprint() for each in ("best_fit", "in_order")}
   assert len(digests) == 2
-  assert fingerprint(packed()) in digests
+  assert packed().fingerprint() in digests
 
 
 def test_the_mask_is_that_by_hand():

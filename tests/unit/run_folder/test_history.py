@@ -12,7 +12,6 @@ import tensorflow as tf
 import toys
 
 from loopwright.errors import ConfigError
-from loopwright.inputs.fingerprint import fingerprint
 from loopwright.inputs.sources import ArraySource, Source
 from loopwright.inputs.streams import StreamSource
 from loopwright.run_folder import history
@@ -143,17 +142,17 @@ def arrays(values):
 
 @pytest.mark.parametrize("made", [arrays, Mine])
 def test_equal_data_has_an_equal_fingerprint_and_other_data_has_not(made):
-  first = fingerprint(made([1.0, 2.0, 3.0]))
-  assert first == fingerprint(made([1.0, 2.0, 3.0]))
+  first = made([1.0, 2.0, 3.0]).fingerprint()
+  assert first == made([1.0, 2.0, 3.0]).fingerprint()
   assert first.startswith("3 examples, ")
   for other in ([1.0, 2.0], [1.0, 2.5, 3.0], [2.0, 1.0, 3.0], [[1.0], [2.0], [3.0]]):
-    assert fingerprint(made(other)) != first
+    assert made(other).fingerprint() != first
 
 
 def test_text_and_streams_have_fingerprints():
   words = ArraySource(features={"x": np.array([b"a", b"bc"])})
-  assert fingerprint(words) != fingerprint(ArraySource(features={"x": np.array([b"a", b"bd"])}))
+  assert words.fingerprint() != ArraySource(features={"x": np.array([b"a", b"bd"])}).fingerprint()
   stream = tf.data.Dataset.from_tensor_slices({"x": [1.0, 2.0]})
-  assert fingerprint(StreamSource(dataset=stream)).startswith("2 examples, ")
+  assert StreamSource(dataset=stream).fingerprint().startswith("2 examples, ")
   endless = StreamSource(dataset=stream.repeat())
-  assert fingerprint(endless).startswith("unknown number of examples, ")
+  assert endless.fingerprint().startswith("unknown number of examples, ")

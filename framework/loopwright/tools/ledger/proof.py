@@ -223,6 +223,7 @@ def ids_of(start: Start, first: int, last: int) -> np.ndarray:
   from loopwright.inputs.ordering import examples_at
 
   positions, count = np.arange(first, last), start.num_examples
+  assert count is not None
   if shares := shares_of(start):
     of_run: dict[str, Any] = {"seed": start.seed, "shuffle": start.shuffle}
     return shares.ids(tf.constant(positions), **of_run).numpy()
