@@ -88,27 +88,12 @@ TABLE: Mapping[Kind, Mapping[str, str]] = {
     "loopwright.commands.new": "new=run",
   },
   "part": {
-    "loopwright.actions.calls": "Actions require_actions",
-    "loopwright.engine.gpu_pipeline": "ahead=of",
-    "loopwright.configurables.remedies": "no_gin_file own_modules requirement spelled "
-    "unreadable_line unused where_it_may_be",
-    "loopwright.runs.resume_rules": "GoingOn of_actions replay_command require_any_size",
-    "loopwright.engine.compile_cache": "compile_cache=opened without_kept",
-    "loopwright.engine.one_program": "as_one_program",
-    "loopwright.engine.several_steps": "several_steps=of chosen_steps=chosen",
-    "loopwright.inputs.agreement": "require_agreement",
-    "loopwright.monitoring.communication": "Communication",
-    "loopwright.models.batch_norm": "only_examples",
-    "loopwright.models.recomputation": "recompute_layers",
+    "loopwright.configurables.remedies": "no_gin_file own_modules unreadable_line where_it_may_be",
+    "loopwright.runs.resume_rules": "GoingOn of_actions",
     "loopwright.optimizers.schedules": "constant linear_warmup cosine_decay exponential_decay "
     "piecewise_constant by_epoch scaled",
-    "loopwright.reporting.live": "Notebook Terminal",
-    "loopwright.run_folder.assets": "provide_assets=provide",
     "loopwright.run_folder.fitting": "Fitting",
-    "loopwright.run_folder.nonfinite": "saved_state",
     "loopwright.run_folder.remote": "Remote local_copy",
-    "loopwright.distribution.gpus": "peak_mib gpu_utilization=utilization in_tf32 "
-    "described_gpus=described configure_gpus=configure warn_of_unseen_gpus=warn_of_unseen",
   },
   "placement": {
     "loopwright.strategies.local": "_DefaultDistributionStrategy=Default "

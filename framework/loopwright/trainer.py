@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tensorflow as tf
 
-from loopwright import registry
 from loopwright.distribution import placement
 from loopwright.distribution.reduction import Reduction
 from loopwright.engine import examination, host_changes, step_record, trainer_checks
@@ -166,7 +165,9 @@ class Trainer(AbstractTrainer):
           task.model = task.build_model()
       models.require_in_scope(models.trainable_variables(task.model), strategy)
       if recompute:
-        registry.load("part", "recompute_layers")(task.model, recompute)
+        from loopwright.models.recomputation import recompute_layers
+
+        recompute_layers(task.model, recompute)
       self._make_counters()
       built = adapters.build(
         optimizer, task.variables_of, self.global_step,

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 import gin
 
-from loopwright import registry
 from loopwright.configurables import imports, table
 from loopwright.configurables.graph import Graph, Use
 from loopwright.configurables.reading import MACRO, Binding, Config, at, read, scoped
@@ -137,7 +136,9 @@ def mistakes_in_use(history: Sequence[Binding], graph: Graph) -> Iterator[Mistak
   """Yields unused bindings and missing ones; meaningful only if there are no `mistakes`."""
   unused = _unused(history, graph)
   for binding in unused[:_MOST_UNUSED]:
-    yield Mistake("used", binding.place, registry.load("part", "unused")(binding, graph))
+    from loopwright.configurables import remedies
+
+    yield Mistake("used", binding.place, remedies.unused(binding, graph))
   for binding in unused[_MOST_UNUSED : _MOST_UNUSED + 1]:
     line = f"{binding.place}: nothing uses this and {len(unused) - _MOST_UNUSED - 1:,} more."
     yield Mistake("used", binding.place, ConfigError(line))
@@ -206,7 +207,9 @@ def _check_value(binding: Binding, graph: Graph) -> None:
   told = redaction.shown(str(binding), graph.told(binding.value))
   if not fits(value, parameter.annotation):
     said = binding.told if value == binding.value else f"{binding.told}, or {shown(told)}"
-    must = registry.load("part", "requirement")(told, parameter.annotation)
+    from loopwright.configurables import remedies
+
+    must = remedies.requirement(told, parameter.annotation)
     raise ConfigError(f"{binding} is {said}; it must be {must}")
   option = declared(table.entry(binding.name).wrapped).get(binding.parameter)
   if option is not None and not references(value):
@@ -253,8 +256,10 @@ def _missing(use: Use, graph: Graph) -> Iterator[Mistake]:
     required = parameter.default in (table.UNKNOWN, gin.REQUIRED)
     if required and parameter.name not in values:
       name = f"{scoped(use.scope, use.name)}.{parameter.name}"
+      from loopwright.configurables import remedies
+
       known = parameter.annotation is not table.UNKNOWN
-      kind = registry.load("part", "spelled")(parameter.annotation) if known else ""
+      kind = remedies.spelled(parameter.annotation) if known else ""
       must = kind and f"; it must be {kind}"
       example = EXAMPLES.get(name, f"`{name} = ...`")
       yield Mistake("complete", "", ConfigError(f"{name} is not set{must}. Add {example}."))

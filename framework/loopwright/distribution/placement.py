@@ -97,8 +97,12 @@ class Placement:
     """
     if not any("GPU" in name for name in self.devices):
       return {}
-    parts = {"gpu_memory_mib": "peak_mib", "gpu_utilization": "gpu_utilization"}
-    found = {name: registry.load("part", part)(self.devices) for name, part in parts.items()}
+    from loopwright.distribution import gpus
+
+    found = {
+      "gpu_memory_mib": gpus.peak_mib(self.devices),
+      "gpu_utilization": gpus.utilization(self.devices),
+    }
     return {name: value for name, value in found.items() if value is not None}
 
   def on_host(self) -> contextlib.AbstractContextManager[None]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
-from loopwright import registry
 from loopwright.graphs import xla
 from loopwright.models import models, replica_state
 from loopwright.models.reachable import reachable
@@ -71,9 +70,9 @@ def steps_of_program(trainer: Trainer, graph: tf.Graph | None, iterator: Any) ->
     return 1
   if given != "auto" or graph is None or planned is None or planned.train_steps < LONG:
     return None
-  choose = registry.load("part", "chosen_steps")
-  chosen: int | None = choose(trainer, graph, iterator, planned.steps_per_loop)
-  return chosen
+  from loopwright.engine.several_steps import chosen
+
+  return chosen(trainer, graph, iterator, planned.steps_per_loop)
 
 
 def or_without_xla(trainer: Trainer, run: Callable[[], None]) -> None:
@@ -84,13 +83,17 @@ def or_without_xla(trainer: Trainer, run: Callable[[], None]) -> None:
   """
   before, whole = int(trainer.global_step.numpy()), trainer.compiled.endswith(xla.AS_ONE)
   if trainer.parts.jit_compile and not whole:
-    registry.load("part", "without_kept")()
+    from loopwright.engine.compile_cache import without_kept
+
+    without_kept()
   try:
     run()
   except tf.errors.OpError as error:
     if not whole or int(trainer.global_step.numpy()) > before:
       raise
-    if registry.load("part", "without_kept")(error):
+    from loopwright.engine.compile_cache import without_kept
+
+    if without_kept(error):
       trainer.use()  # TensorFlow keeps the error of a program that it could not read, by its name
     elif xla.refuses(error) and (instead := _without(trainer)):
       from loopwright.host.failures import failure

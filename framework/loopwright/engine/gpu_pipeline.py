@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
 from loopwright.distribution.placement import Placement
-from loopwright.engine.step_parts import InputWait, StepNumbers, StepParts
 from loopwright.graphs.aliases import Batch, PerReplica
+
+if TYPE_CHECKING:
+  from loopwright.engine.step_parts import InputWait, StepNumbers, StepParts
 
 STEPS, BYTES = 16, 2**25
 """The most steps that the host works on at once, and the most memory of the GPU for their batches:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 
 from loopwright.distribution.placement import Placement
-from loopwright.engine.step_parts import InputWait, StepParts
 from loopwright.graphs import operations as graphs
 from loopwright.graphs import xla
 from loopwright.graphs.aliases import Batch, PerReplica
 
 if TYPE_CHECKING:
+  from loopwright.engine.step_parts import InputWait, StepParts
   from loopwright.trainer import Trainer
 
 STEPS, BYTES = 16, 2**23

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar
 
 import tensorflow as tf
 
-from loopwright import registry
 from loopwright.distribution import placement
 from loopwright.distribution.reduction import Reduction
 from loopwright.errors import ConfigError
@@ -162,8 +161,9 @@ class StepParts:
     """Statistics leave out padded rows of the batch inside `with` (replica context)."""
     if self.padded is None:
       return contextlib.nullcontext()
-    leaving_out = registry.load("part", "only_examples")
-    return leaving_out(batch, why=self.padded)
+    from loopwright.models.batch_norm import only_examples
+
+    return only_examples(batch, why=self.padded)
 
 
 class Replaced(TypedDict, total=False):
@@ -218,13 +218,16 @@ class StepNumbers:
   ) -> bool:
     """Runs so many steps as gpu_pipeline.py or several_steps.py; returns whether that can be."""
     if self._parts.steps_per_program not in ("auto", 1):
-      several = registry.load("part", "several_steps")(iterator, self._parts, wait, self._place)
-      if several:
+      from loopwright.engine import several_steps
+
+      if several := several_steps.of(iterator, self._parts, wait, self._place):
         several.run(step, steps)
         return True
     if not self._place.on_gpus:
       return False
-    ahead = registry.load("part", "ahead")(iterator, self._parts, wait, self._place)
+    from loopwright.engine import gpu_pipeline
+
+    ahead = gpu_pipeline.of(iterator, self._parts, wait, self._place)
     if ahead:
       ahead.run(step, self, steps)
     return ahead is not None
@@ -347,7 +350,9 @@ def as_one(step: Step, rest: Callable[[Gradients, Loss], None], *given: Any) -> 
   """
   gradients, loss, _ = given
   if step.parts.compiles_updates:
-    return registry.load("part", "as_one_program")(step, rest, *given)
+    from loopwright.engine.one_program import as_one_program
+
+    return as_one_program(step, rest, *given)
   rest(gradients, loss)
   return loss
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from loopwright.reporting.progress import Line
+if TYPE_CHECKING:
+  from loopwright.reporting.progress import Line
 
 _BAR_COLUMNS = 10
 _COLUMNS_IF_UNKNOWN = 100

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from loopwright import errors, registry
+from loopwright import errors
 from loopwright.errors import ConfigError, suggest
 from loopwright.run_folder.metrics_log import Clock, Number
 
@@ -152,8 +152,11 @@ class Progress:
     self._total = total_steps
     self._stream = sys.stderr if stream is None else stream
     in_cell = stream is None and is_notebook()
-    kind = "Notebook" if in_cell else "Terminal" if is_terminal(self._stream) else ""
-    self._kind = registry.load("part", kind) if kind else None
+    self._kind: type[Terminal | Notebook] | None = None
+    if in_cell or is_terminal(self._stream):
+      from loopwright.reporting.live import Notebook, Terminal
+
+      self._kind = Notebook if in_cell else Terminal
     self._live: Terminal | Notebook | None = None
     self._every_secs = every_secs
     self._clock = clock

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 
-from loopwright import registry
 from loopwright.graphs.aliases import Model, Variable
 from loopwright.models import models
 from loopwright.reporting.progress import Choice, named
@@ -58,13 +57,17 @@ def describe(
   """
   parts, devices = trainer.parts, trainer.placement.devices
   on_gpus = any("GPU" in name for name in devices)
-  in_tf32 = on_gpus and registry.load("part", "in_tf32")(devices)
+  in_tf32, of_gpus = False, ""
+  if on_gpus:
+    from loopwright.distribution import gpus
+
+    in_tf32, of_gpus = gpus.in_tf32(devices), "; ".join(gpus.described(devices))
   known = [
     ("task", type(trainer.task).__name__),
     *_model_rows(trainer.task.model),
     ("also saved", ", ".join(trainer.state.kept)),
     ("strategy", _strategy_text(trainer, devices)),
-    ("GPUs", "; ".join(registry.load("part", "described_gpus")(devices)) if on_gpus else ""),
+    ("GPUs", of_gpus),
     ("batch", _batch_text(trainer)),
     ("reduction", parts.reduction.describe()),
     ("precision", precision + (TF32 if in_tf32 else "") + _own_dtypes(trainer)),

@@ -17,7 +17,7 @@ import tensorflow as tf
 import tf_keras  # executed when something of it is used
 from absl import logging
 
-from loopwright import configurables, registry
+from loopwright import configurables
 from loopwright.distribution import placement
 from loopwright.errors import ConfigError
 from loopwright.evaluator import Evaluator
@@ -169,7 +169,9 @@ def set_globals(numerics: Numerics, gpus: Gpus = Gpus()) -> None:  # noqa: B008 
       "to it, or backend in ~/.keras/keras.json."
     )
   if gpus != Gpus():
-    registry.load("part", "configure_gpus")(gpus)
+    from loopwright.distribution.gpus import configure
+
+    configure(gpus)
   if numerics.tf32 is not None:
     tf.config.experimental.enable_tensor_float_32_execution(numerics.tf32)
   if (floatx := keras.config.floatx()) != "float32":  # of keras.json or the program

@@ -157,7 +157,9 @@ class Options(Gpus, Numerics, Hangs, Evaluation, BatchSize, Intervals, Length, J
     """Raises a ConfigError unless the actions are a list of actions."""
     super().__post_init__()
     if self.actions != ():
-      registry.load("part", "require_actions")(self.actions)
+      from loopwright.actions.calls import require_actions
+
+      require_actions(self.actions)
 
 
 @taking(Options)
@@ -187,7 +189,9 @@ def run(given: Options) -> dict[str, float]:
   flight.note("setup")
   chosen = placement.made(given.strategy)
   if nvidia.installed():
-    registry.load("part", "warn_of_unseen_gpus")()
+    from loopwright.distribution import gpus
+
+    gpus.warn_of_unseen()
   flight.note("connecting")
   if isinstance(chosen, placement.Server):
     chosen.serve()
@@ -212,10 +216,14 @@ def run(given: Options) -> dict[str, float]:
     )  # fmt: skip
     start.require_config()
     timeout_s = given.eval_timeout_s if mode == "evaluate_continuously" else 0.0
-    learned = "" if not task.has_fit else registry.load("part", "provide_assets")(
-      task, model_dir=folder.path, cluster=cluster, training=training, changed=start.changes_task,
-      timeout_s=timeout_s,
-    )  # fmt: skip
+    learned = ""
+    if task.has_fit:
+      from loopwright.run_folder import assets
+
+      learned = assets.provide(
+        task, model_dir=folder.path, cluster=cluster, training=training,
+        changed=start.changes_task, timeout_s=timeout_s,
+      )  # fmt: skip
     randomness.seed_everything(given.seed)  # again: fit() may have drawn random numbers here
     observers = _observers(chosen, folder.path, ledger=given.ledger, training=training)
     trainer = recipe.trainer(task, chosen, observers=observers)
@@ -223,7 +231,9 @@ def run(given: Options) -> dict[str, float]:
     cadence = given.part(Cadence, train_steps=_train_steps(given, trainer))
     if training:
       if os.environ.get(clusters.WORKERS):
-        registry.load("part", "require_any_size")(trainer, given.per_replica_batch_size)
+        from loopwright.runs.resume_rules import require_any_size
+
+        require_any_size(trainer, given.per_replica_batch_size)
       start.require_data(examples(trainer, evaluator))
       start.plan(trainer, cadence)
     session = Session(
@@ -247,7 +257,9 @@ def _compile_cache(given: Options, *, training: bool) -> list[Any]:
   by_itself = given.compile_cache == "auto"  # several replicas can have run half a step: see docs
   if not training or given.compile_cache is None or (by_itself and len(gpus) != 1):
     return []
-  made = registry.load("part", "compile_cache")(given.compile_cache, vars(given.part(Numerics)))
+  from loopwright.engine import compile_cache
+
+  made = compile_cache.opened(given.compile_cache, vars(given.part(Numerics)))
   return [made] if made else []
 
 
@@ -276,8 +288,15 @@ def defaults() -> dict[str, Any]:
 def _checkpoint(checkpoint: str | None, folder: str, mode: Mode) -> str | None:
   """Returns the local path of what to restore; None for the newest of the run."""
   if mode == "replay":
-    return registry.load("part", "saved_state")(folder)
+    return _saved_state(folder)
   return None if checkpoint is None else places.local_copy(checkpoint)
+
+
+def _saved_state(folder: str) -> str:
+  """Returns the path of the state that `StopOnNonFinite` has saved in a run folder."""
+  from loopwright.run_folder.nonfinite import saved_state
+
+  return saved_state(folder)
 
 
 def _observers(
@@ -287,8 +306,11 @@ def _observers(
   recorder = (
     [registry.load("tool", "Recorder")(model_dir=folder, strategy=strategy)] if ledger else []
   )
-  several = training and placement.of(strategy).cluster.size > 1
-  return [*recorder, *(registry.load("part", "Communication").of(strategy) if several else [])]
+  if not training or placement.of(strategy).cluster.size == 1:
+    return recorder
+  from loopwright.monitoring.communication import Communication
+
+  return [*recorder, *Communication.of(strategy)]
 
 
 def _folder(model_dir: str, mode: Mode) -> places.RunFolder:
@@ -298,7 +320,7 @@ def _folder(model_dir: str, mode: Mode) -> places.RunFolder:
   if not is_url(model_dir):
     places.require_writable(model_dir)
     if mode == "replay":
-      registry.load("part", "saved_state")(model_dir)
+      _saved_state(model_dir)
   elif mode == "evaluate_continuously":
     raise ConfigError(
       f"mode 'evaluate_continuously' needs a folder on disk, and model_dir is {model_dir!r}: "

@@ -74,7 +74,9 @@ class Session:
     self._restored_step, self._trains = 0, start is not None
     self._actions: Actions | None = None
     if actions:
-      self._actions = registry.load("part", "Actions")(actions, require=folder.require)
+      from loopwright.actions.calls import Actions
+
+      self._actions = Actions(actions, require=folder.require)
     self._reports = Reports(
       trainer, folder=folder, train_steps=cadence.train_steps, evaluates=evaluator is not None
     )
@@ -92,11 +94,13 @@ class Session:
     self._hooks = Hooks([self._actions, *always] if self._actions else always)
     self._loop = Loop(trainer=trainer, evaluator=evaluator, cadence=cadence, hooks=self._hooks)
     if self._actions is not None:
+      from loopwright.runs.resume_rules import replay_command
+
       self._actions.bind(
         trainer, evaluator, model_dir=folder.path, checkpoint=self._manager.checkpoint,
         metrics_log=self._reports.log, message=self._say, writer=self._reports.writer,
         config=start.everything if start else {},
-        replay_command=registry.load("part", "replay_command")(folder.path, trainer),
+        replay_command=replay_command(folder.path, trainer),
       )  # fmt: skip
 
   def _make_manager(self, start: Start | None, assets: str) -> CheckpointManager:

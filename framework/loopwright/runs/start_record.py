@@ -152,7 +152,9 @@ def examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:
       one, other = main_source(source), main_source(each)
       if one.numbered != other.numbered or one.feature_kinds() != other.feature_kinds():
         where = f"source('eval')[{name!r}]" if name else "source('eval')"
-        registry.load("part", "require_agreement")(one, other, where, evaluator.metric_names)
+        from loopwright.inputs.agreement import require_agreement
+
+        require_agreement(one, other, where, evaluator.metric_names)
   for split, text in found.items():
     trainer.cluster.require_same(
       f"{split} examples ({text})", zlib.crc32(text.encode()), "give all workers the same data."
