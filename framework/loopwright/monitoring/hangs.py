@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from loopwright.host import output, signals, stacks
-from loopwright.monitoring import hang_report, record, stragglers
+from loopwright.monitoring import record
 from loopwright.monitoring.flight import BEAT_S, TRAINING, Flight
 from loopwright.options import Hangs
 from loopwright.run_folder import layout
@@ -74,6 +74,8 @@ class Watchdog:
     asked = record.asked(self._model_dir)
     if asked != self._asked:
       self._asked = asked
+      from loopwright.monitoring import hang_report
+
       hang_report.answer(self._flight.leg, self._trainer, self._model_dir)
       self._beats = {worker: leg.beat for worker, leg in self._others().items()}
       self._judges_at = self._beat + round(_ANSWERS_S / BEAT_S)
@@ -105,7 +107,9 @@ class Watchdog:
 
   def _has_stepped(self) -> bool:
     """Whether the loop has done steps since this was last asked."""
-    step = hang_report.global_step(self._trainer)
+    from loopwright.monitoring.hang_report import global_step
+
+    step = global_step(self._trainer)
     before, self._step = self._step, self._flight.leg.step if step is None else step
     return self._step > max(before, self._flight.leg.step)
 
@@ -118,13 +122,14 @@ class Watchdog:
 
   def _judge(self) -> None:
     """Says who is behind, if this is the lowest worker that answers; ends the process if asked."""
+    from loopwright.monitoring.hang_report import verdict
+
     found = {**self._others(), self._worker: self._flight.leg}
     silent = {w for w, leg in found.items() if leg.beat == self._beats.get(w) and w != self._worker}
     ends = self._ends and signals.owns_process
     if self._worker == min(found.keys() - silent):
       then = "it ends" if ends else "it goes on waiting"
-      said = hang_report.verdict(found, silent)
-      _warn(f"{said}; {then}; stacks: {self._model_dir}/{layout.FLIGHT}/")
+      _warn(f"{verdict(found, silent)}; {then}; stacks: {self._model_dir}/{layout.FLIGHT}/")
     elif ends:
       time.sleep(_ANSWERS_S)  # what supervises the workers ends all of them after the first
     if ends:
@@ -145,6 +150,8 @@ def watched(
   with flight.recorded(folder, cluster.index, beat=watchdog.beat), watchdog.watching():
     yield
   if cluster.is_chief and cluster.size > 1:
+    from loopwright.monitoring import stragglers
+
     with contextlib.suppress(Exception):  # what only watches must not end a run
       if said := stragglers.table(stragglers.paces(folder)):
         say(said)

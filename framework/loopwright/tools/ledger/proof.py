@@ -85,11 +85,6 @@ class Problem(Exception):  # noqa: N818 (it is not an error of the program)
   """The first step that is not as it must be, in one line."""
 
 
-def file_name(worker: int) -> str:
-  """Returns the name of a worker's ledger in the run folder."""
-  return layout.ledger(worker)
-
-
 def start_line(after_step: int, start: Start, part: str = "") -> str:
   """Returns the line of a start; `part` names a further source."""
   fields = start._asdict()
@@ -140,8 +135,9 @@ class Ledger:
         lists = {name: tuple(entry.get(name, ())) for name in ("rows", "left_out")}
         self._begin(entry.pop("after_step"), Start(**{**entry, **lists}))
       elif "first_step" in entry and self._start is not None:
-        for step, row in _rows(entry, self._start):
-          self._add(step, row)
+        pairs = zip(entry["counts"], entry["hashes"], strict=True)
+        for step, (count, digest) in enumerate(pairs, entry["first_step"]):
+          self._add(step, StepRecord(count, int(digest, 16), self._start))
 
   @property
   def last_step(self) -> int:
@@ -178,12 +174,6 @@ def _parsed(line: str) -> dict[str, Any]:
   return json_lines.parsed(line) or {}
 
 
-def _rows(entry: dict[str, Any], start: Start) -> Iterator[tuple[int, StepRecord]]:
-  pairs = zip(entry["counts"], entry["hashes"], strict=True)
-  for step, (count, digest) in enumerate(pairs, entry["first_step"]):
-    yield step, StepRecord(count, int(digest, 16), start)
-
-
 def read(model_dir: str) -> dict[str, list[Ledger]]:
   """Returns part -> the ledgers of all workers, worker 0's first; the main source is "".
 
@@ -194,13 +184,13 @@ def read(model_dir: str) -> dict[str, list[Ledger]]:
   import tensorflow as tf
 
   files: list[list[str]] = []
-  while tf.io.gfile.exists(path := os.path.join(model_dir, file_name(len(files)))):
+  while tf.io.gfile.exists(path := os.path.join(model_dir, layout.ledger(len(files)))):
     with tf.io.gfile.GFile(path) as file:
       files.append(file.read().split("\n"))
   if not files:
     raise ConfigError(
-      f"no {file_name(0)} in {model_dir!r}; train with `run.ledger = True`, then give this command "
-      "the run folder."
+      f"no {layout.ledger(0)} in {model_dir!r}; train with `run.ledger = True`, then give this "
+      "command the run folder."
     )
   entries = [_parsed(line) for lines in files for line in lines]
   parts = {str(entry.get("part", "")) for entry in entries if entry} or {""}

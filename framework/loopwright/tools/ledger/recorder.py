@@ -21,7 +21,8 @@ from loopwright.inputs.parts import Part, Sources
 from loopwright.inputs.plan import padded_batch_size
 from loopwright.inputs.sources import Source, main_source
 from loopwright.observers import Observer, Reading
-from loopwright.tools.ledger.proof import PURPOSE, Start, file_name, start_line, steps_line
+from loopwright.run_folder import layout
+from loopwright.tools.ledger.proof import PURPOSE, Start, start_line, steps_line
 
 
 class Recorder(Observer):
@@ -40,7 +41,7 @@ class Recorder(Observer):
     place = placement.of(strategy)
     place.require("run.ledger")
     self._strategy, self._cluster = strategy, place.cluster
-    self._path = os.path.join(model_dir, file_name(self._cluster.index))
+    self._path = os.path.join(model_dir, layout.ledger(self._cluster.index))
     self._began = 0
     self._read: dict[str, _Part] = {}
     self._schedule: Schedule | None = None
