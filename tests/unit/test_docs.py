@@ -30,7 +30,10 @@ from loopwright.optimizers import schedules
 from loopwright.runs.runner import run
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+  *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "RESULTS.md"),
+  *sorted((ROOT / "docs").rglob("*.md")),
+]
 BASE = """
 import loopwright.tasks.image_classification
 run.task = @ImageClassification()
