@@ -289,6 +289,8 @@ def check(command):
       assert (ROOT / "pyproject.toml").exists(), command
     case ["pip", "install", *what] | ["uv", "add", *what]:
       check_installed(command, what)
+    case ["..."]:  # any command, after `uv run` with an extra
+      return
     case ["export", assignment]:
       assert {*json.loads(assignment.removeprefix("TF_CONFIG="))} == {"cluster", "task"}, command
     case ["sbatch", "--nodes=2-4", script, "..."]:
