@@ -257,10 +257,10 @@ def entries(kind: str, library: str) -> list[Entry]:
       continue
     name, arguments, data, *results = (cell.strip() for cell in line.strip("|").split(" |"))
     result = results[BOTH.index(library)]
-    code, _, after = arguments.strip("`").partition("`, ")
     data, _, without = data.partition(", ")
-    if result != "-":
-      adapt = "after `adapt`" in (arguments, after + "`")
+    for each in arguments.split("; ") if result != "-" else ():
+      code, _, after = each.strip("`").partition("`, ")
+      adapt = "after `adapt`" in (each, after + "`")
       code = "" if code.startswith("after") else code
       found.append(Entry(kind, name, code, data, result, adapt, bool(without)))
   return found
