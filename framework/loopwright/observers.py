@@ -182,8 +182,3 @@ class Observer:
 def may_undo(observers: Sequence[Observer]) -> bool:
   """Whether one of them can undo a step: it has a `step_ends` of its own."""
   return any(type(each).step_ends is not Observer.step_ends for each in observers)
-
-
-def has_own(thing: object, base: type, methods: Sequence[str]) -> bool:
-  """Whether a subclass of `base` has one of these methods of its own."""
-  return any(getattr(type(thing), name) is not getattr(base, name) for name in methods)

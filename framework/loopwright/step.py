@@ -30,7 +30,6 @@ from loopwright.metrics import (
   checked,
   require_free,
 )
-from loopwright.observers import has_own
 from loopwright.optimizers import updates
 from loopwright.optimizers.adapters import DEFAULT, Optimizer, prefix
 from loopwright.optimizers.fusion import Fusion, Gradients
@@ -70,7 +69,7 @@ class Step(EvalStep):
 
   def replaces(self, verbs: Sequence[str]) -> bool:
     """Whether a subclass has one of these verbs of its own."""
-    return has_own(self, Step, verbs)
+    return any(getattr(type(self), name) is not getattr(Step, name) for name in verbs)
 
   def log(self, metrics: Mapping[str, Metric]) -> None:
     """Adds this replica's metrics of the step, as `EvalStep.log` does (replica context).

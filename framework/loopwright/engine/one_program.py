@@ -11,7 +11,7 @@ import tensorflow as tf
 from loopwright.distribution import placement
 from loopwright.graphs import xla
 from loopwright.metrics import Checked, Loss
-from loopwright.observers import StepObserver, has_own
+from loopwright.observers import StepObserver
 from loopwright.optimizers import updates
 from loopwright.optimizers.adapters import Optimizer
 from loopwright.optimizers.fusion import Gradients
@@ -41,7 +41,11 @@ def as_one_program(
   parts = step.parts
   in_place = updates.in_place(optimizer, parts.ema, placement.here())
   whole = gradients.fusion is optimizer.fusion and not any(gradients.missing)
-  watched = any(has_own(each, StepObserver, _HEARD) for each in step.observers)
+  watched = any(
+    getattr(type(each), name) is not getattr(StepObserver, name)
+    for each in step.observers
+    for name in _HEARD
+  )
   if step.replaces(_VERBS) or watched or not (in_place and whole):
     rest(gradients, loss)
     return loss

@@ -188,10 +188,7 @@ def run(given: Options) -> dict[str, float]:
   clusters.declare(_facts(given) | _initial_weights(warm_start, folder))
   flight.note("setup")
   chosen = placement.made(given.strategy)
-  if nvidia.installed():
-    from loopwright.distribution import gpus
-
-    gpus.warn_of_unseen()
+  _warn_of_unseen_gpus()
   flight.note("connecting")
   if isinstance(chosen, placement.Server):
     chosen.serve()
@@ -215,25 +212,14 @@ def run(given: Options) -> dict[str, float]:
       training=training, accept=given.accept_changes,
     )  # fmt: skip
     start.require_config()
-    timeout_s = given.eval_timeout_s if mode == "evaluate_continuously" else 0.0
-    learned = ""
-    if task.has_fit:
-      from loopwright.run_folder import assets
-
-      learned = assets.provide(
-        task, model_dir=folder.path, cluster=cluster, training=training,
-        changed=start.changes_task, timeout_s=timeout_s,
-      )  # fmt: skip
+    learned = _learned(task, given, folder.path, cluster, changed=start.changes_task)
     randomness.seed_everything(given.seed)  # again: fit() may have drawn random numbers here
     observers = _observers(chosen, folder.path, ledger=given.ledger, training=training)
     trainer = recipe.trainer(task, chosen, observers=observers)
     evaluator = None if mode in ("train", "export", "replay") else recipe.evaluator(trainer)
     cadence = given.part(Cadence, train_steps=_train_steps(given, trainer))
     if training:
-      if os.environ.get(clusters.WORKERS):
-        from loopwright.runs.resume_rules import require_any_size
-
-        require_any_size(trainer, given.per_replica_batch_size)
+      _require_any_size(trainer, given)
       start.require_data(examples(trainer, evaluator))
       start.plan(trainer, cadence)
     session = Session(
@@ -249,6 +235,36 @@ def run(given: Options) -> dict[str, float]:
     if warm_start is not None:
       session.start_from(warm_start)
     return session.go(mode)
+
+
+def _warn_of_unseen_gpus() -> None:
+  if nvidia.installed():
+    from loopwright.distribution import gpus
+
+    gpus.warn_of_unseen()
+
+
+def _learned(
+  task: Task, given: Options, model_dir: str, cluster: clusters.Cluster, *, changed: bool
+) -> str:
+  """Returns the digest of what a task learns from its data besides weights; "" of most."""
+  if not task.has_fit:
+    return ""
+  from loopwright.run_folder import assets
+
+  waits = given.mode == "evaluate_continuously"
+  return assets.provide(
+    task, model_dir=model_dir, cluster=cluster, training=given.mode in TRAINING_MODES,
+    changed=changed, timeout_s=given.eval_timeout_s if waits else 0.0,
+  )  # fmt: skip
+
+
+def _require_any_size(trainer: Trainer, given: Options) -> None:
+  """Raises a ConfigError if the number of workers may vary, and something depends on it."""
+  if os.environ.get(clusters.WORKERS):
+    from loopwright.runs.resume_rules import require_any_size
+
+    require_any_size(trainer, given.per_replica_batch_size)
 
 
 def _compile_cache(given: Options, *, training: bool) -> list[Any]:

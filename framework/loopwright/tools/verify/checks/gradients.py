@@ -260,11 +260,6 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
         zeros = [tf.zeros_like(models.raw(variable)) for variable in variables]
         return zeros, Loss(tf.constant(0.0), tf.constant(0.0))
       factor = 1.0 if self.scaling.factor is None else float(self.scaling.factor)
-      wanted = {id(models.raw(v)) for v in variables}
-      owner = next(
-        (name for name, one in self.parts.optimizers.items()
-         if wanted & {id(models.raw(v)) for v in one.variables}), "default",
-      )  # fmt: skip
 
       def total() -> tf.Tensor:
         with self.record.collected(), randomness.random_streams(tf.constant([3, 5])):
@@ -286,7 +281,7 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       _note_graph(seen, graph, task, trained)
       without = [v for g, v in zip(gradients, variables, strict=True) if g is None]
       seen.ends |= {models.name(v): end for v in without if (end := graph.end(v, task))}
-      seen.calls.setdefault(owner, graph.calls(task.model))
+      seen.calls.setdefault(_owner(self, variables), graph.calls(task.model))
       with contextlib.suppress(Exception), self.record.collected():
         if graph.loses_masks and seen.masks is None:
           seen.masks = loss_graph.lost_masks(loss_fn, batch, task)
@@ -314,6 +309,15 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       super().assign(variable, value, when=when)
 
   return Looking
+
+
+def _owner(step: Step, variables: Sequence[Variable]) -> str:
+  """Returns the name of the optimizer that has one of these variables."""
+  wanted = {id(models.raw(v)) for v in variables}
+  for name, one in step.parts.optimizers.items():
+    if wanted & {id(models.raw(v)) for v in one.variables}:
+      return name
+  return "default"
 
 
 @contextlib.contextmanager
