@@ -247,6 +247,14 @@ class Placement:
     """Makes the assignments of `update` if a bool scalar is True (cross-replica)."""
     tf.cond(condition, update, lambda: None)
 
+  def ordering_tokens(self) -> list[tf.Variable]:
+    """Returns the variables by which TensorFlow orders collectives, which hold no state (host)."""
+    kinds = ("_collective_ops", "_cross_device_ops", "_host_cross_device_ops")
+    made = (getattr(self.strategy.extended, name, None) for name in kinds)
+    launchers = (each for ops in made for each in getattr(ops, "_launchers", ()))
+    tokens = (getattr(each, "_ordering_token", None) for each in launchers)
+    return [token for token in tokens if token is not None]
+
   def require_alone(self, environ: Mapping[str, str] = os.environ) -> None:
     """Checks that a strategy of one process is not started as one task of several (host).
 

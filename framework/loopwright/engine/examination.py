@@ -35,6 +35,7 @@ def compare(trainer: Trainer, graph: tf.Graph | None, *, wait: InputWait) -> Non
   for one in trainer.parts.optimizers.values():
     slots = [*one.optimizer.variables, *one.fusion.variables]
     saved, equal = [*saved, *slots], [*equal, *slots, *one.variables]
+  saved += trainer.placement.ordering_tokens()
   for own in (trainer.metrics, wait):
     saved += [place.variable for place in reachable(own, by_code=False)]
   trainer.state.examine(graph, saved=saved, equal=equal, transient=trainer.parts.observers)
