@@ -35,10 +35,10 @@ def compare(trainer: Trainer, graph: tf.Graph | None, *, wait: InputWait) -> Non
   for one in trainer.parts.optimizers.values():
     slots = [*one.optimizer.variables, *one.fusion.variables]
     saved, equal = [*saved, *slots], [*equal, *slots, *one.variables]
-  saved += trainer.placement.ordering_tokens()
   for own in (trainer.metrics, wait):
     saved += [place.variable for place in reachable(own, by_code=False)]
-  trainer.state.examine(graph, saved=saved, equal=equal, transient=trainer.parts.observers)
+  transient = [*trainer.parts.observers, trainer.placement.ordering_tokens()]
+  trainer.state.examine(graph, saved=saved, equal=equal, transient=transient)
 
 
 def scale_of(trainer: Trainer, *, usual: bool) -> LossScale | None:
