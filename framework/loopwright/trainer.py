@@ -10,23 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tensorflow as tf
 
 from loopwright.distribution import placement
 from loopwright.distribution.reduction import Reduction
-from loopwright.engine import examination, host_changes, step_record, trainer_checks
+from loopwright.engine import examination, host_changes, step_parts, step_record, trainer_checks
 from loopwright.engine.counters import Counters
-from loopwright.engine.step_parts import (
-  InputWait,
-  JitCompile,
-  Replaced,
-  StepNumbers,
-  StepParts,
-  StepsPerProgram,
-  replica_id,
-)
+from loopwright.engine.iteration import Iterated
 from loopwright.graphs import grappler, xla
 from loopwright.graphs.aliases import AnySource, Batch, DatasetFn, PerReplica, Unpack
 from loopwright.host import timing
@@ -39,12 +31,10 @@ from loopwright.observers import Observer, may_undo
 from loopwright.optimizers import adapters
 from loopwright.optimizers.loss_scale import LossScaleFactory, usual_loss_scale
 from loopwright.optimizers.schedule import EmaDecay
+from loopwright.options import Cadence
 from loopwright.options.declaration import COMPUTES, COUNT, COUNTS, Instead, asked
 from loopwright.step import Step, StepFactory
 from loopwright.task import Task, derived_metrics
-
-if TYPE_CHECKING:
-  from loopwright.options import Cadence
 
 _COMPUTES = asked(COMPUTES)
 _MICRO_BATCHES = asked(f"{COMPUTES}, except what looks at a micro-batch")
@@ -52,7 +42,7 @@ _FITS_LAYOUT = asked("does not fit a checkpoint if it has fused variables")
 _VERBS = Instead("override train_step() of the task, which calls the step's verbs")
 
 
-class Trainer(AbstractTrainer):
+class Trainer(Iterated, AbstractTrainer):
   """Trains one task under one strategy; `orbit.Controller` or your own loop calls `train`.
 
   For parameter servers: `loopwright.strategies.parameter_server.trainer.ParameterServerTrainer`.
@@ -88,8 +78,8 @@ class Trainer(AbstractTrainer):
     fuse_updates: Annotated[bool, _FITS_LAYOUT] = True,
     shard_optimizer_state: Annotated[bool, _COMPUTES] = False,
     recompute: Annotated[Sequence[str], _COMPUTES] = (),
-    jit_compile: Annotated[JitCompile, _COMPUTES] = "auto",
-    steps_per_program: Annotated[StepsPerProgram, _COMPUTES] = "auto",
+    jit_compile: Annotated[step_parts.JitCompile, _COMPUTES] = "auto",
+    steps_per_program: Annotated[step_parts.StepsPerProgram, _COMPUTES] = "auto",
     eager: Annotated[bool, Instead("set run.eager")] = False,
     seed: Annotated[int, Instead("set run.seed")] = 0,
     observers: Annotated[Sequence[Observer], Instead("set run.ledger or run.actions")] = (),
@@ -133,9 +123,7 @@ class Trainer(AbstractTrainer):
     """
     super().__init__()
     self.placement = placement.of(strategy)
-    trainer_checks.check_steps_per_program(steps_per_program, eager, jit_compile)
-    if jit_compile is False or eager:
-      steps_per_program = 1
+    steps_per_program = trainer_checks.steps_per_program(steps_per_program, eager, jit_compile)
     if jit_compile == "auto" and (eager or not self.placement.compiles):
       jit_compile = False
     self.placement.require_options(
@@ -158,7 +146,7 @@ class Trainer(AbstractTrainer):
     self.gradient_dtypes: set[str] = set()
     self.is_penalised = False
     self._usual_scale = loss_scale is None
-    self._input_wait = InputWait(self.placement)
+    self._input_wait = step_parts.InputWait(self.placement)
     with strategy.scope():
       if task.model is None:
         with self.placement.building():
@@ -175,7 +163,7 @@ class Trainer(AbstractTrainer):
       )  # fmt: skip
       ema = adapters.averages(task.model, built, decay=ema_decay, step=self.global_step)
       self.metrics = self._sums()
-      parts = StepParts(
+      parts = step_parts.StepParts(
         optimizers=built, ema=ema,
         loss_scale=(loss_scale or usual_loss_scale(models.compute_dtypes(task.model)))(),
         reduction=reduction() if callable(reduction) else reduction,
@@ -242,26 +230,21 @@ class Trainer(AbstractTrainer):
 
     `train` calls it; earlier, it restores what a checkpoint has of that state.
     """
-    trainer_checks.require_used(vars(self), vars(self.parts), Replaced.__annotations__)
+    trainer_checks.require_used(vars(self), vars(self.parts), step_parts.Replaced.__annotations__)
     if parts := self._watch.followed(self.task, self.parts, traced=bool(self.traces)):
       self._set(parts, self._make_step)
     self._placed()
     if self._examined is self._compiled_loop:
       return
-    examination.compare(self, graph := self._trace(), wait=self._input_wait)
-    if scale := examination.scale_of(self, usual=self._usual_scale):
-      self.use(loss_scale=scale)
-      self._trace()
-    while steps := examination.steps_of_program(self, graph, self._iterator):
-      self.use(steps_per_program=steps)
-      self._trace()
+    examination.examine(self, self._trace, self._iterator, wait=self._input_wait,
+                        usual_scale=self._usual_scale)  # fmt: skip
     self._examined = self._compiled_loop
 
   def loop(self, iterator: Iterator[PerReplica], num_steps: tf.Tensor) -> None:
     """Runs `num_steps` steps, or until an observer undoes one (cross-replica)."""
     for observer in self.parts.observers:
       observer.loop_starts()
-    numbers = StepNumbers(self.parts, num_steps, place=self.placement)
+    numbers = step_parts.StepNumbers(self.parts, num_steps, place=self.placement)
 
     def step(done: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
       with tf.name_scope(""), numbers.of(done) as number:  # without the loop's prefix in all names
@@ -349,13 +332,13 @@ class Trainer(AbstractTrainer):
 
   def replica_id(self) -> tf.Tensor:
     """Returns this replica's index among all that train, an int32 scalar (replica context)."""
-    return replica_id()
+    return step_parts.replica_id()
 
   def observe(self, observer: Observer) -> None:
     """Adds an observer; the next `train` traces the loop again (host)."""
     self.use(observers=(*self.parts.observers, observer))
 
-  def use(self, *, step: StepFactory | None = None, **parts: Unpack[Replaced]) -> None:
+  def use(self, *, step: StepFactory | None = None, **parts: Unpack[step_parts.Replaced]) -> None:
     """Replaces the step, or some of its `parts`; the next `train` traces the loop again (host).
 
     trainer.use(clip_norm=0.5)
@@ -407,7 +390,7 @@ class Trainer(AbstractTrainer):
   def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
     self.placement.require("Trainer")
 
-  def _set(self, parts: StepParts, step: StepFactory) -> None:
+  def _set(self, parts: step_parts.StepParts, step: StepFactory) -> None:
     self.parts, self._make_step = parts, step
     self._watch = host_changes.Watch(parts.optimizers)
     self._compiled_loop: Any = self._compiled()

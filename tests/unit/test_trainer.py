@@ -154,6 +154,24 @@ def test_loops_of_any_length_are_one_trace_and_the_reference(replicas, mirrored,
   assert "traced again" not in log()
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_trainer_is_iterated_over_up_to_a_step(replicas, mirrored):
+  trainer, reference = make(mirrored(replicas)), Reference()
+  found = []
+  for step, metrics in trainer.steps(9, every=4):
+    found.append(step)
+    expected = reference.loop(step - ([0, *found][-2]))
+    assert {k: metrics[k] for k in expected} == pytest.approx(expected, rel=1e-5)
+    if step == 8:
+      break
+  assert found == [4, 8]
+  assert [step for step, _ in trainer.steps(15, every=6)] == [14, 15]
+  assert [*trainer.steps(15)] == []
+  assert trainer.traces == 1
+  with pytest.raises(ConfigError, match=r"steps\(every\) is 0; it must be"):
+    next(trainer.steps(20, every=0))
+
+
 def test_the_rate_of_examples_and_the_wait_are_those_of_slow_input(one):
   """One batch of this loop takes a second; fewer than the loop has steps are read ahead."""
   pauses_s = []

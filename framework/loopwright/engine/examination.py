@@ -21,6 +21,30 @@ if TYPE_CHECKING:
   from loopwright.trainer import Trainer
 
 
+def examine(
+  trainer: Trainer,
+  trace: Callable[[], tf.Graph | None],
+  iterator: Any,
+  *,
+  wait: InputWait,
+  usual_scale: bool,
+) -> None:
+  """Traces the loop, and again with what only its trace shows: the loss scale, the programs (host).
+
+  Args:
+    trace: traces the loop; returns its graph, None where one graph is not all of it.
+    iterator: of the batches.
+    wait, usual_scale: see `compare`, `scale_of`.
+  """
+  compare(trainer, graph := trace(), wait=wait)
+  if scale := scale_of(trainer, usual=usual_scale):
+    trainer.use(loss_scale=scale)
+    trace()
+  while steps := steps_of_program(trainer, graph, iterator):
+    trainer.use(steps_per_program=steps)
+    trace()
+
+
 def compare(trainer: Trainer, graph: tf.Graph | None, *, wait: InputWait) -> None:
   """Compares what the loop reads and assigns with what is saved, and equal on all replicas (host).
 

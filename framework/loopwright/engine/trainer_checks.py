@@ -39,17 +39,24 @@ def check_options(
     raise ConfigError("received both eager=True and Trainer.jit_compile=True; choose one.")
 
 
-def check_steps_per_program(steps: StepsPerProgram, eager: bool, jit_compile: JitCompile) -> None:
-  """Raises ConfigError: the number is out of range, or nothing is to be compiled."""
-  if steps == "auto":
-    return
-  require_integer("Trainer.steps_per_program", steps, at_least=1)
+def steps_per_program(
+  steps: StepsPerProgram, eager: bool, jit_compile: JitCompile
+) -> StepsPerProgram:
+  """Returns how many steps may be one program: 1 if nothing is to be compiled.
+
+  Raises:
+    ConfigError: the number is out of range, or nothing is to be compiled.
+  """
   without = "eager=True" if eager else "Trainer.jit_compile=False" if jit_compile is False else ""
+  if steps == "auto":
+    return 1 if without else steps
+  require_integer("Trainer.steps_per_program", steps, at_least=1)
   if steps > 1 and without:
     raise ConfigError(
       f"received both {without} and Trainer.steps_per_program={steps}, which XLA compiles; choose "
       "one."
     )
+  return steps
 
 
 def check_batch_size(global_batch_size: int, replicas: int) -> None:
