@@ -175,7 +175,7 @@ def machine(lease: Lease) -> str:
   """What TensorFlow sees."""
   program = (
     "import tensorflow as tf\n"
-    "from loopwright.strategies import gpus\n"
+    "from loopwright.distribution import gpus\n"
     "names = [d.name.removeprefix('/device:') for d in tf.config.list_logical_devices('GPU')]\n"
     "print(tf.__version__, *gpus.described(names), gpus.unseen() or '', sep='; ')"
   )

@@ -236,8 +236,7 @@ class Trainer(Iterated, AbstractTrainer):
     self._placed()
     if self._examined is self._compiled_loop:
       return
-    examination.examine(self, self._trace, self._iterator, wait=self._input_wait,
-                        usual_scale=self._usual_scale)  # fmt: skip
+    examination.examine(self, self._trace, self._iterator, self._input_wait, self._usual_scale)
     self._examined = self._compiled_loop
 
   def loop(self, iterator: Iterator[PerReplica], num_steps: tf.Tensor) -> None:

@@ -20,8 +20,9 @@ RUN = """
 import json, os, sys
 import keras, numpy as np, tensorflow as tf
 import loopwright
-from loopwright import running
-from loopwright.strategies import factories, gpus, placement
+from loopwright.runs import runner
+from loopwright.distribution import gpus, placement
+from loopwright.strategies import factories
 from loopwright.distribution.reduction import Reduction
 
 Reduction.prove = lambda *_: None  # the stand-in computes no sum that could be right
@@ -43,7 +44,7 @@ class Line(loopwright.Task):
 
 options = json.loads(sys.argv[2])
 try:
-  running.run(
+  runner.run(
     task=Line(), train_steps=1, global_batch_size=4, model_dir=sys.argv[1], mode="train", **options
   )
 except loopwright.ConfigError as error:  # no weight was computed

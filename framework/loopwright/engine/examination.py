@@ -25,7 +25,6 @@ def examine(
   trainer: Trainer,
   trace: Callable[[], tf.Graph | None],
   iterator: Any,
-  *,
   wait: InputWait,
   usual_scale: bool,
 ) -> None:

@@ -97,8 +97,8 @@ def test_the_only_config_of_a_folder_needs_no_name():
       "bindings have no dashes, as in keras.Adam.learning_rate=0.01",
     ),
     (
-      ("verify", "digits_cnn", "--changed=0.01"),
-      "--changed is a switch, which takes no value; write --changed alone",
+      ("verify", "digits_cnn", "--time=0.01"),
+      "--time is a switch, which takes no value; write --time alone",
     ),
     (("sweep", "digits_cnn", "--jobs=0"), "--jobs=0: it must be a whole number of at least 1"),
     (

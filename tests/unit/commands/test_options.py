@@ -83,7 +83,8 @@ def test_values_are_those_of_files_and_bindings(capsys):
     "seed": "4",
     "shuffle": "False",
   }
-  assert "run.train_steps = 300\n    int, required." in printed(capsys, "--prefix=run.train")
+  said = printed(capsys, "--prefix=run.train")
+  assert "run.train_steps = 300\n    int | None, default None." in said
 
 
 def test_all_of_the_framework_is_there_the_used_first(capsys):

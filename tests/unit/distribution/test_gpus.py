@@ -99,7 +99,7 @@ import types
 from loopwright.host import nvidia
 nvidia.ROOT = sys.argv[1]
 import numpy as np, keras, loopwright
-from loopwright import running
+from loopwright.runs import runner
 
 class Line(loopwright.Task):
   def build_model(self):
@@ -111,7 +111,7 @@ class Line(loopwright.Task):
   def loss(self, outputs, batch):
     return loopwright.Loss.from_examples(outputs ** 2, batch["weight"])
 
-running.run(task=Line(), train_steps=1, global_batch_size=4, model_dir=sys.argv[2], mode="train")
+runner.run(task=Line(), train_steps=1, global_batch_size=4, model_dir=sys.argv[2], mode="train")
 """
 
 

@@ -18,7 +18,7 @@ from loopwright.runs import runner
 
 PROGRAM = """
 import json, resource, sys
-from loopwright import compile_cache
+from loopwright.engine import compile_cache
 cache = compile_cache.opened(sys.argv[1], {})
 sys.path[:0] = sys.argv[3:]
 import test_on_gpus

@@ -29,7 +29,8 @@ seen["starred"] = [SKLearnClassifier.__name__, SKLearnRegressor.__name__]
 seen["plots"] = callable(visualization.plot_image_gallery)
 seen["asked"] = here()
 
-from loopwright import builder, configurables
+from loopwright import configurables
+from loopwright.runs import builder
 from loopwright.models import batch_norm, recomputation
 from loopwright.graphs import randomness
 from loopwright.configurables import table

@@ -384,7 +384,7 @@ import os
 import time
 import tensorflow as tf
 from loopwright.inputs import datasets
-from loopwright.strategies import placement
+from loopwright.distribution import placement
 
 tf.config.threading.set_inter_op_parallelism_threads(1)
 tf.config.threading.set_intra_op_parallelism_threads(1)

@@ -255,10 +255,7 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       except ConfigError as error:
         if "depends on none" not in str(error):
           raise
-        for variable in variables:  # the other branch of a tf.cond, perhaps
-          seen.norms.setdefault(models.name(variable), -1.0)
-        zeros = [tf.zeros_like(models.raw(variable)) for variable in variables]
-        return zeros, Loss(tf.constant(0.0), tf.constant(0.0))
+        return _zeros(seen, variables)  # the other branch of a tf.cond, perhaps
       factor = 1.0 if self.scaling.factor is None else float(self.scaling.factor)
 
       def total() -> tf.Tensor:
@@ -277,8 +274,7 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
       if alone and (differences != "float64" or graph.is_exact):
         seen.precision = str(differences)
         _note_differences(seen, autograph.compiled(total), list(gradients), variables, factor)
-      trained = [v for one in self.parts.optimizers.values() for v in one.variables]
-      _note_graph(seen, graph, task, trained)
+      _note_graph(seen, graph, task, _trained(self))
       without = [v for g, v in zip(gradients, variables, strict=True) if g is None]
       seen.ends |= {models.name(v): end for v in without if (end := graph.end(v, task))}
       seen.calls.setdefault(_owner(self, variables), graph.calls(task.model))
@@ -304,11 +300,22 @@ def _looking(seen: GradientNotes, task: Any, differences: str | None) -> type[St
     def assign(self, variable: Variable, value: Any, *, when: Any = None) -> None:
       if when is None and not int(self.number):
         place = source_lines.of_frames(source_lines.frames(but=__file__), task)
-        trained = [v for one in self.parts.optimizers.values() for v in one.variables]
-        seen.moves.assign(variable, value, trained, place)
+        seen.moves.assign(variable, value, _trained(self), place)
       super().assign(variable, value, when=when)
 
   return Looking
+
+
+def _zeros(seen: GradientNotes, variables: Sequence[Variable]) -> tuple[list[tf.Tensor], Loss]:
+  """Returns what a loss without these variables gives; notes that they were asked for."""
+  for variable in variables:
+    seen.norms.setdefault(models.name(variable), -1.0)
+  zeros = [tf.zeros_like(models.raw(variable)) for variable in variables]
+  return zeros, Loss(tf.constant(0.0), tf.constant(0.0))
+
+
+def _trained(step: Step) -> list[Variable]:
+  return [v for one in step.parts.optimizers.values() for v in one.variables]
 
 
 def _owner(step: Step, variables: Sequence[Variable]) -> str:
