@@ -30,22 +30,25 @@ run.steps_per_loop = 2
 run.global_batch_size = 4
 run.strategy = @default
 """
-CLASSIFY = ("import loopwright.tasks.image_classification", "run.task = @ImageClassification()")
+CLASSIFY = """import loopwright.tasks.image_classification
+run.task = @ImageClassification()"""
 TWO_CPUS = "devices = ('CPU:0', 'CPU:1')"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Mistake:
   """What is wrong, and what the line must say; TMP stands for the test's own folder.
 
-  config: lines that come after CONFIG. says: the offending value, and the words of the remedy.
+  config: lines that come after CONFIG. says: what is in the line, with " ... " between: the
+  offending value, and the words of the remedy.
   flags: after the usual ones. prepare: makes files in TMP, the run folder TMP/run among them.
   fresh: start without a checkpoint, which would be found foreign first. late: it shows when
   training has begun, so that the run folder may have news in it.
   """
 
-  config: Sequence[str] = ()
-  says: Sequence[str]
+  config: str
+  says: str
+  _: dataclasses.KW_ONLY
   flags: Sequence[str] = ()
   prepare: Callable[[Path], None] = lambda folder: None
   fresh: bool = False
@@ -78,183 +81,134 @@ def damaged_checkpoint(folder):
   path.write_bytes(path.read_bytes()[:100])
 
 
-IMAGES = (
-  *CLASSIFY,
-  "ImageClassification.data = @image_folder()",
-  "ImageClassification.input_shape = (8, 8, 3)",
-  "ImageClassification.network = @mlp",
-  "image_folder.train = 'TMP/train'",
-  "image_folder.eval = 'TMP/eval'",
-  "image_folder.image_size = (8, 8)",
-)
-MISTAKES = {
+IMAGES = f"""{CLASSIFY}
+ImageClassification.data = @image_folder()
+ImageClassification.input_shape = (8, 8, 3)
+ImageClassification.network = @mlp
+image_folder.train = 'TMP/train'
+image_folder.eval = 'TMP/eval'
+image_folder.image_size = (8, 8)"""
+MISTAKES = [
   # The command line and the config.
-  "unknown parameter": Mistake(
-    config=["run.train_step = 3"], says=["mistake.gin:1", "'train_step'", "'train_steps'?"]
-  ),
-  "unused binding": Mistake(
-    config=["keras.SGD.momentum = 0.5"],
-    says=["nothing uses keras.SGD.momentum", "Add `run.optimizer = @keras.SGD`"],
+  Mistake("run.train_step = 3", "mistake.gin:1 ... 'train_step' ... 'train_steps'?"),
+  Mistake(
+    "keras.SGD.momentum = 0.5",
+    "nothing uses keras.SGD.momentum ... Add `run.optimizer = @keras.SGD`",
   ),
   # The numbers of a run.
-  "train_steps 0": Mistake(
-    config=["run.train_steps = 0"], says=["run.train_steps is 0", "at least 1"]
+  Mistake("run.train_steps = 0", "run.train_steps is 0 ... at least 1"),
+  Mistake("run.eval_batch_size = -4", "run.eval_batch_size is -4 ... at least 1"),
+  Mistake(
+    "run.strategy = @mirrored\nmirrored.cpu_replicas = 4\nrun.global_batch_size = 3",
+    "batch_size is 3 ... 4 replicas ... at least 4",
   ),
-  "eval batch below 0": Mistake(
-    config=["run.eval_batch_size = -4"], says=["run.eval_batch_size is -4", "at least 1"]
+  Mistake("run.precision = 'fp16'", "'fp16' ... 'mixed_float16'"),
+  Mistake("Trainer.accumulation_steps = 0", "accumulation_steps is 0 ... at least 1"),
+  Mistake("Trainer.clip_norm = 0.0", "Trainer.clip_norm is 0.0 ... above 0"),
+  Mistake(
+    "Trainer.clip_norm = 1.0\nTrainer.clip_value = 2.0",
+    "clip_norm=1.0 and Trainer.clip_value=2.0 ... choose one",
   ),
-  "batch smaller than replicas": Mistake(
-    config=["run.strategy = @mirrored", "mirrored.cpu_replicas = 4", "run.global_batch_size = 3"],
-    says=["batch_size is 3", "4 replicas", "at least 4"],
+  Mistake("Trainer.ema_decay = 1.5", "Trainer.ema_decay is 1.5 ... between 0 and 1"),
+  Mistake(
+    "Trainer.loss_scale = @dynamic\ndynamic.factor = 0.5", "dynamic.factor is 0.5 ... above 1"
   ),
-  "unknown precision": Mistake(
-    config=["run.precision = 'fp16'"], says=["'fp16'", "'mixed_float16'"]
+  Mistake(
+    "run.eager = True\nTrainer.jit_compile = True",
+    "eager=True and Trainer.jit_compile=True ... choose one",
   ),
-  "no accumulation": Mistake(
-    config=["Trainer.accumulation_steps = 0"], says=["accumulation_steps is 0", "at least 1"]
-  ),
-  "clip_norm 0": Mistake(
-    config=["Trainer.clip_norm = 0.0"], says=["Trainer.clip_norm is 0.0", "above 0"]
-  ),
-  "both clips": Mistake(
-    config=["Trainer.clip_norm = 1.0", "Trainer.clip_value = 2.0"],
-    says=["clip_norm=1.0 and Trainer.clip_value=2.0", "choose one"],
-  ),
-  "ema_decay 1.5": Mistake(
-    config=["Trainer.ema_decay = 1.5"], says=["Trainer.ema_decay is 1.5", "between 0 and 1"]
-  ),
-  "loss scale that shrinks": Mistake(
-    config=["Trainer.loss_scale = @dynamic", "dynamic.factor = 0.5"],
-    says=["dynamic.factor is 0.5", "above 1"],
-  ),
-  "eager and jit_compile": Mistake(
-    config=["run.eager = True", "Trainer.jit_compile = True"],
-    says=["eager=True and Trainer.jit_compile=True", "choose one"],
-  ),
-  "no weights to start from": Mistake(
-    config=["run.warm_start = @WarmStart()", "WarmStart.path = 'TMP/nowhere'"],
-    says=["WarmStart.path is 'TMP/nowhere'", "give a run folder"],
+  Mistake(
+    "run.warm_start = @WarmStart()\nWarmStart.path = 'TMP/nowhere'",
+    "WarmStart.path is 'TMP/nowhere' ... give a run folder",
     fresh=True,
   ),
-  "two batch sizes": Mistake(
-    config=["run.per_replica_batch_size = 2"],
-    says=["both run.global_batch_size and run.per_replica_batch_size are set", "keep one"],
+  Mistake(
+    "run.per_replica_batch_size = 2",
+    "both run.global_batch_size and run.per_replica_batch_size are set ... keep one",
   ),
-  "no batch size": Mistake(
-    config=["run.global_batch_size = None"],
-    says=["neither run.global_batch_size nor run.per_replica_batch_size is set", "add one"],
+  Mistake(
+    "run.global_batch_size = None",
+    "neither run.global_batch_size nor run.per_replica_batch_size is set ... add one",
   ),
   # Strategies.
-  "jit_compile with central_storage": Mistake(
-    config=[
-      "run.strategy = @central_storage",
-      f"central_storage.{TWO_CPUS}",
-      "Trainer.jit_compile = True",
-    ],
-    says=["jit_compile=True and run.strategy=@central_storage", "use mirrored"],
+  Mistake(
+    f"run.strategy = @central_storage\ncentral_storage.{TWO_CPUS}\nTrainer.jit_compile = True",
+    "jit_compile=True and run.strategy=@central_storage ... use mirrored",
   ),
   # The run folder.
-  "model_dir is a file": Mistake(
-    flags=["--model_dir=TMP/base.gin"], says=["TMP/base.gin", "cannot write", "set --model_dir to"]
+  Mistake(
+    "", "TMP/base.gin ... cannot write ... set --model_dir to", flags=["--model_dir=TMP/base.gin"]
   ),
-  "model_dir with wildcards": Mistake(
-    flags=["--model_dir=TMP/run[1]"], says=["TMP/run[1]", "wildcards", "choose a name without"]
+  Mistake(
+    "", "TMP/run[1] ... wildcards ... choose a name without", flags=["--model_dir=TMP/run[1]"]
   ),
-  "model_dir that cannot be made": Mistake(
-    flags=["--model_dir=/proc/loopwright"], says=["'/proc/loopwright'", "a writable folder"]
+  Mistake("", "'/proc/loopwright' ... a writable folder", flags=["--model_dir=/proc/loopwright"]),
+  Mistake(
+    "", "cannot write to model_dir 'xxx ... a writable folder", flags=[f"--model_dir={'x' * 300}"]
   ),
-  "model_dir with a name that is too long": Mistake(
-    flags=[f"--model_dir={'x' * 300}"], says=["cannot write to model_dir 'xxx", "a writable folder"]
+  Mistake("", "no checkpoint in TMP/run ... train first", flags=["--mode=evaluate"], fresh=True),
+  Mistake(
+    "", "TMP/run/checkpoints ... damaged ... choose another --model_dir", prepare=damaged_checkpoint
   ),
-  "evaluate without checkpoint": Mistake(
-    flags=["--mode=evaluate"], fresh=True, says=["no checkpoint in TMP/run", "train first"]
-  ),
-  "damaged checkpoint": Mistake(
-    prepare=damaged_checkpoint,
-    says=["TMP/run/checkpoints", "damaged", "choose another --model_dir"],
-  ),
-  "checkpoint of another optimizer": Mistake(
-    config=["run.optimizer = @keras.SGD"],
-    says=["another experiment", "'default: Adam'", "choose another --model_dir"],
+  Mistake(
+    "run.optimizer = @keras.SGD",
+    "another experiment ... 'default: Adam' ... choose another --model_dir",
   ),
   # Optimizers and actions.
-  "Keras's LossScaleOptimizer in gin": Mistake(
-    config=["run.optimizer = @keras.LossScaleOptimizer"],
-    says=["'keras.LossScaleOptimizer'", "Trainer.loss_scale = @dynamic"],
+  Mistake(
+    "run.optimizer = @keras.LossScaleOptimizer",
+    "'keras.LossScaleOptimizer' ... Trainer.loss_scale = @dynamic",
   ),
-  "learning rate in words": Mistake(
-    config=["run.optimizer = @keras.Adam", "keras.Adam.learning_rate = 'fast'"],
-    says=["learning_rate=fast", "should be float"],
+  Mistake(
+    "run.optimizer = @keras.Adam\nkeras.Adam.learning_rate = 'fast'",
+    "learning_rate=fast ... should be float",
   ),
-  "update of an optimizer that is not there": Mistake(
-    config=["run.optimizer = {'a': @keras.Adam, 'b': @keras.SGD}", "Toy.optimizer = 'c'"],
+  Mistake(
+    "run.optimizer = {'a': @keras.Adam, 'b': @keras.SGD}\nToy.optimizer = 'c'",
+    "unknown optimizer 'c' ... one of a, b",
     fresh=True,
-    says=["unknown optimizer 'c'", "one of a, b"],
   ),
   # What a task must define.
-  "no forward()": Mistake(
-    config=["run.task = @WithoutForward()"],
+  Mistake(
+    "run.task = @WithoutForward()",
+    "WithoutForward ... forward(batch, training) ... loopwright/task.py",
     fresh=True,
-    says=["WithoutForward", "forward(batch, training)", "loopwright/task.py"],
   ),
-  "build_model() returns None": Mistake(
-    config=["Toy.model = @no_model"], says=["build_model() returned a NoneType", "a Keras model"]
-  ),
-  "build_model() returns a class": Mistake(
-    config=["Toy.model = @no_instance"], says=["build_model() returned the class Sequential"]
-  ),
-  "no optimizer": Mistake(config=["run.optimizer = {}"], says=["are {}; give at least one"]),
+  Mistake("Toy.model = @no_model", "build_model() returned a NoneType ... a Keras model"),
+  Mistake("Toy.model = @no_instance", "build_model() returned the class Sequential"),
+  Mistake("run.optimizer = {}", "are {}; give at least one"),
   # Sources and preprocessing.
-  "features of different lengths": Mistake(
-    config=["Toy.source = @unequal_features"], says=["'x' 10, 'y' 7", "one row per example"]
-  ),
-  "empty stream": Mistake(
-    config=["Toy.source = @empty_stream"], late=True, says=["no examples", "at least one"]
-  ),
-  "negative weights": Mistake(
-    config=["Toy.source = @negative_weights"], says=["-1.0 at example 0", "not negative"]
-  ),
-  "all weights zero in the source": Mistake(
-    config=["Toy.source = @weightless"], late=True, says=["up to step 4", "above 0 for some"]
-  ),
-  "preprocess drops rows": Mistake(
-    config=["Toy.preprocess = @dropping_rows"], says=["(2, 3)", "4 rows", "its weight to 0"]
-  ),
+  Mistake("Toy.source = @unequal_features", "'x' 10, 'y' 7 ... one row per example"),
+  Mistake("Toy.source = @empty_stream", "no examples ... at least one", late=True),
+  Mistake("Toy.source = @negative_weights", "-1.0 at example 0 ... not negative"),
+  Mistake("Toy.source = @weightless", "up to step 4 ... above 0 for some", late=True),
+  Mistake("Toy.preprocess = @dropping_rows", "(2, 3) ... 4 rows ... its weight to 0"),
   # Losses and metrics.
-  "loss is a mean": Mistake(
-    config=["Toy.loss = @mean_of_squares"],
+  Mistake(
+    "Toy.loss = @mean_of_squares",
+    "the loss is a tensor of shape () ... return Loss.from_examples(",
     late=True,
-    says=["the loss is a tensor of shape ()", "return Loss.from_examples("],
   ),
-  "weight of another length": Mistake(
-    config=["Toy.loss = @short_weight"], late=True, says=["(4,)", "(1,)", "one weight for each"]
-  ),
-  "loss touches no variable": Mistake(
-    config=["Toy.loss = @untouching"],
+  Mistake("Toy.loss = @short_weight", "(4,) ... (1,) ... one weight for each", late=True),
+  Mistake(
+    "Toy.loss = @untouching",
+    "none of 2 trainable variables ... kernel ... from the outputs of forward()",
     late=True,
-    says=["none of 2 trainable variables", "kernel", "from the outputs of forward()"],
   ),
-  "metric is a mean": Mistake(
-    config=["Toy.metrics = @mean_error"],
+  Mistake(
+    "Toy.metrics = @mean_error",
+    "'error' is a tensor of shape () ... a pair (total, weight)",
     late=True,
-    says=["'error' is a tensor of shape ()", "a pair (total, weight)"],
   ),
   # Files of images and labels.
-  "missing idx folder": Mistake(
-    config=[
-      *CLASSIFY,
-      "ImageClassification.data = @fashion_mnist()",
-      "fashion_mnist.directory = 'TMP/none'",
-    ],
-    says=["TMP/none/train-images", "does not exist"],
+  Mistake(
+    f"{CLASSIFY}\nImageClassification.data = @fashion_mnist()\n"
+    "fashion_mnist.directory = 'TMP/none'",
+    "TMP/none/train-images ... does not exist",
   ),
-  "corrupt image": Mistake(
-    config=IMAGES, prepare=corrupt_image, fresh=True, says=["TMP/train/cat/1.png", "remove it"]
-  ),
-  "classes of another folder": Mistake(
-    config=IMAGES, prepare=other_classes, says=["TMP/eval", "'cow'", "none of class_names"]
-  ),
-}
+  Mistake(IMAGES, "TMP/train/cat/1.png ... remove it", prepare=corrupt_image, fresh=True),
+  Mistake(IMAGES, "TMP/eval ... 'cow' ... none of class_names", prepare=other_classes),
+]
 
 
 @pytest.fixture(scope="module")
@@ -298,15 +252,14 @@ def check_undamaged(before, after, *, late):
       assert after[path] == was
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake(name, trained, folder, capsys):
-  mistake = MISTAKES[name]
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.says)
+def test_a_mistake(mistake, trained, folder, capsys):
   if not mistake.fresh:
     shutil.copytree(trained, folder / "run")
   mistake.prepare(folder)
   before = contents(folder / "run")
 
-  status = launch.main(command(folder, mistake.config, mistake.flags))
+  status = launch.main(command(folder, mistake.config.splitlines(), mistake.flags))
 
   out, err = capsys.readouterr()
   *others, line = err.splitlines()
@@ -314,7 +267,7 @@ def test_a_mistake(name, trained, folder, capsys):
   assert line.startswith("error: ")
   assert line.count("[") == line.count("]")  # no remains of what TensorFlow wraps it in
   assert not [other for other in others if re.match("error|failed|Traceback", other)]
-  for words in mistake.says:
+  for words in mistake.says.split(" ... "):
     assert words.replace("TMP", str(folder)) in line
   check_undamaged(before, contents(folder / "run"), late=mistake.late or mistake.fresh)
 

@@ -173,6 +173,7 @@ TOYS = {
     *("Sgd", "Best", "Pair", "two", "Digits", "Folder"),
   )
 }
+SELF = __name__.rpartition(".")[2]
 GOOD = "run.task = @Digits()\nrun.train_steps = 5\n"
 
 
@@ -238,29 +239,104 @@ def result():
 # Names.
 
 
+# By what comes after `GOOD`: the one line that says what is wrong. `MODULES` are beside the file.
+MINE = """
+  import loopwright.configurables as c
+  @c.register
+  class {}:
+    def __init__(self, *, x: int = 1): self.x = x
+"""
+MODULES = {
+  "mine.py": "import loopwright.configurables as c\n@c.register\ndef auto(): pass\n",
+  "tasks_of_mine.py": MINE.format("Mine"),
+  "pack/digits.py": MINE.format("Mine"),
+  "pack/my_late.py": MINE.format("Late"),
+  "my_shy.py": "class Shy:\n  pass\n",
+}
+LATE = "3: unknown configurable {!r}. Add `import pack.my_late`, which defines it."
+LINES = [
+  ("Trainr.clip_norm = 1.0", "3: unknown configurable 'Trainr'. Did you mean 'Trainer'?"),
+  ("run.task = @digits()", "3: unknown configurable 'digits'. Did you mean 'Digits'?"),
+  ("run.strategy = @miror", "3: unknown configurable 'miror'. Did you mean 'mirrored'?"),
+  ("run.actions = [@Best(), @Bast()]", "3: unknown configurable 'Bast'. Did you mean 'Best'?"),
+  ("q.x = 1", "3: unknown configurable 'q'. If it is yours, import its module: `import my_tasks`."),
+  ("run.sed = 1", "3: run has no parameter 'sed'. Did you mean 'seed'?"),
+  ("run:\n  seed = 1\n  sed = 2\n", "5: run has no parameter 'sed'. Did you mean 'seed'?"),
+  ("auto.zzz = 1", "3: auto has no parameter 'zzz'. It must be one of cpu_replicas."),
+  ("none.zzz = 1", "3: none has no parameter 'zzz'. It must be one of none."),
+  ("run.model_dir = 'm'", "3: run.model_dir cannot be set in a config; use the flag --model_dir."),
+  ("Trainer.task = @Digits()", "3: Trainer.task cannot be set in a config; set run.task."),
+  ("run.seed = %sead\nseed = 3", "3: the macro %sead is not defined. Did you mean 'seed'?"),
+  ("run.seed = %number", "3: the macro %number is not defined. Add a line `number = ...`."),
+  ("run.seed = %a\na = %b\nb = %a", "3: the macro %a is defined by itself; it must have a value."),
+  (
+    "import mine\nauto.cpu_replicas = 2",
+    f"4: 'auto' is ambiguous; it must be mine.auto or {SELF}.auto.",
+  ),
+  ("import tasks_of_mein", "3: no module named 'tasks_of_mein'. Did you mean 'tasks_of_mine'?"),
+  ("import pack.digitz", "3: no module named 'pack.digitz'. Did you mean 'pack.digits'?"),
+  ("Trainer.anything = @Late()", LATE.format("Late")),
+  ("Trainer.anything = @my_late.Late()", LATE.format("my_late.Late")),
+  (
+    "import my_shy\nTrainer.anything = @Shy()",
+    "4: unknown configurable 'Shy'. "
+    "my_shy defines it but does not register it: add @loopwright.register above it.",
+  ),
+  ("run.seed = 1e4", "3: run.seed is 10000.0; it must be int. Write 10000."),
+  ("run.seed = 1e999", "3: run.seed is inf; it must be finite. Use None for no limit."),
+  ("n = 'x'\nrun.seed = %n", "4: run.seed is %n, or 'x'; it must be int."),
+  ("seed = 3", "3: nothing uses the macro 'seed'. Did you mean 'run.seed'?"),
+  ("zz = 3", "3: nothing uses the macro 'zz'. Write %zz where it belongs, or remove it."),
+  (
+    "constant.learning_rate = 0.1",
+    f"3: nothing uses {SELF}.constant.learning_rate. Add a reference to it, "
+    f"@{SELF}.constant, or remove it.",
+  ),
+]
+
+
+@pytest.mark.parametrize(("text", "line"), LINES)
+def test_a_mistake_is_one_line(text, line):
+  for name, module in MODULES.items():
+    write(name, module)
+  assert mistake(GOOD + text) == f"x.gin:{line}"
+
+
+TASK = "run.task = @Digits()"
+
+
 @pytest.mark.parametrize(
   ("text", "line"),
   [
-    ("Trainr.clip_norm = 1.0", "unknown configurable 'Trainr'. Did you mean 'Trainer'?"),
-    ("run.task = @digits()", "unknown configurable 'digits'. Did you mean 'Digits'?"),
-    ("run.strategy = @miror", "unknown configurable 'miror'. Did you mean 'mirrored'?"),
-    ("run.actions = [@Best(), @Bast()]", "unknown configurable 'Bast'. Did you mean 'Best'?"),
     (
-      "q.x = 1",
-      "unknown configurable 'q'. If it is yours, import its module: `import my_tasks`.",
+      "run.train_steps = 5",
+      "run.task is not set; it must be Task | Callable[[], Task]. "
+      f"Add {checks.EXAMPLES['run.task']}.",
     ),
-    ("run.sed = 1", "run has no parameter 'sed'. Did you mean 'seed'?"),
-    ("auto.zzz = 1", "auto has no parameter 'zzz'. It must be one of cpu_replicas."),
-    ("none.zzz = 1", "none has no parameter 'zzz'. It must be one of none."),
-    ("run.model_dir = 'm'", "run.model_dir cannot be set in a config; use the flag --model_dir."),
-    ("Trainer.task = @Digits()", "Trainer.task cannot be set in a config; set run.task."),
-    ("run.seed = %sead\nseed = 3", "the macro %sead is not defined. Did you mean 'seed'?"),
-    ("run.seed = %number", "the macro %number is not defined. Add a line `number = ...`."),
-    ("run.seed = %a\na = %b\nb = %a", "the macro %a is defined by itself; it must have a value."),
+    (
+      f"{TASK}\ntrain_steps = 5",
+      "x.gin:2: nothing uses the macro 'train_steps'. Did you mean 'run.train_steps'?",
+    ),
+    (TASK, "run.train_steps is not set; it must be int. Add `run.train_steps = ...`."),
+    (
+      "run.task = @a/Folder()\nrun.train_steps = 5",
+      "a/Folder.directory is not set; it must be str. Add `a/Folder.directory = ...`.",
+    ),
   ],
-)  # fmt: skip
-def test_an_unknown_name(text, line):
-  assert mistake(GOOD + text) == f"x.gin:3: {line}"
+)
+def test_what_is_missing(text, line):
+  assert mistake(text) == line
+
+
+@pytest.mark.parametrize(
+  ("param", "line"),
+  [
+    ("run.sed=3", "--gin_param 'run.sed=3': run has no parameter 'sed'. Did you mean 'seed'?"),
+    ("run.seed='x'", "--gin_param \"run.seed='x'\": run.seed is 'x'; it must be int."),
+  ],
+)
+def test_a_param_is_named_with_its_mistake(param, line):
+  assert mistake(GOOD, param) == line
 
 
 @pytest.mark.parametrize(
@@ -286,13 +362,6 @@ def test_what_needs_itself(text, line):
 def test_what_only_seems_to_need_itself(text):
   parse(f"{GOOD}Trainer.anything = @Pair()\n{text}")
   assert isinstance(result()["trainer"].anything, Pair)
-
-
-def test_a_block_is_checked_like_single_lines():
-  assert (
-    mistake(GOOD + "run:\n  seed = 1\n  sed = 2\n")
-    == "x.gin:5: run has no parameter 'sed'. Did you mean 'seed'?"
-  )
 
 
 def test_a_double_star_parameter_takes_any_name():
@@ -334,17 +403,6 @@ def test_a_class_that_reads_its_double_star_parameter_takes_any_name():
   write("family.py", CHILD)
   parse(f"{GOOD}import family\nTrainer.anything = @Reader()\nReader.breadth = 7")
   assert result()["trainer"].anything.got == (7, 2)
-
-
-def test_an_ambiguous_name_lists_the_full_names():
-  write("mine.py", "import loopwright.configurables as c\n@c.register\ndef auto(): pass\n")
-  assert (
-    mistake(GOOD + "import mine\nauto.cpu_replicas = 2")
-    == f"x.gin:4: 'auto' is ambiguous; it must be mine.auto or {SELF}.auto."
-  )
-
-
-SELF = __name__.rpartition(".")[2]
 
 
 def test_a_name_that_gin_has_too_is_ours():
@@ -448,16 +506,6 @@ def test_a_value_of_the_wrong_type(binding, must):
   assert mistake(GOOD + binding) == told
 
 
-def test_a_value_is_told_as_python_reads_it_and_as_the_macro_that_has_it():
-  assert mistake(f"{GOOD}run.seed = 1e4").startswith(
-    "x.gin:3: run.seed is 10000.0; it must be int."
-  )
-  told = "x.gin:3: run.seed is inf; it must be finite. Use None for no limit."
-  assert mistake(f"{GOOD}run.seed = 1e999") == told
-  told = "x.gin:4: run.seed is %n, or 'x'; it must be int."
-  assert mistake(f"{GOOD}n = 'x'\nrun.seed = %n") == told
-
-
 @pytest.mark.parametrize(
   "text",
   [
@@ -535,30 +583,6 @@ def test_fits(value, annotation, fits):
 # What is missing, contradicts or is of no use.
 
 
-def test_a_task_is_missing():
-  assert mistake("run.train_steps = 5") == (
-    f"run.task is not set; it must be Task | Callable[[], Task]. Add {checks.EXAMPLES['run.task']}."
-  )
-
-
-def test_a_forgotten_prefix():
-  assert (
-    mistake("run.task = @Digits()\ntrain_steps = 5")
-    == "x.gin:2: nothing uses the macro 'train_steps'. Did you mean 'run.train_steps'?"
-  )
-
-
-def test_a_required_parameter_is_missing():
-  assert (
-    mistake("run.task = @Digits()")
-    == "run.train_steps is not set; it must be int. Add `run.train_steps = ...`."
-  )
-  assert (
-    mistake("run.task = @a/Folder()\nrun.train_steps = 5")
-    == "a/Folder.directory is not set; it must be str. Add `a/Folder.directory = ...`."
-  )
-
-
 def test_a_factory_may_get_the_rest_from_its_caller():
   parse("run.task = @Folder\nrun.train_steps = 5")
 
@@ -615,16 +639,6 @@ def test_a_binding_that_nothing_uses(binding, needed):
     f"x.gin:{3 + len(before)}: nothing uses {last.partition(' = ')[0]}. Add `{needed}`, or remove"
   )
   assert mistake(GOOD + binding) == f"{told} it."
-
-
-def test_a_macro_and_a_name_of_several_modules_that_nothing_uses():
-  for text, line in {
-    "constant.learning_rate = 0.1": f"{SELF}.constant.learning_rate. Add a reference to it, "
-    f"@{SELF}.constant, or remove it.",
-    "seed = 3": "the macro 'seed'. Did you mean 'run.seed'?",
-    "zz = 3": "the macro 'zz'. Write %zz where it belongs, or remove it.",
-  }.items():
-    assert mistake(GOOD + text) == f"x.gin:3: nothing uses {line}"
 
 
 @pytest.mark.parametrize(
@@ -720,13 +734,6 @@ def test_a_line_that_gin_cannot_read(text, line):
     assert mistake(GOOD, text).lower() == f"--gin_param {shown}: {line}".lower()
 
 
-def test_a_param_is_named_with_its_mistake():
-  told = "--gin_param 'run.sed=3': run has no parameter 'sed'. Did you mean 'seed'?"
-  assert mistake(GOOD, "run.sed=3") == told
-  told = "--gin_param \"run.seed='x'\": run.seed is 'x'; it must be int."
-  assert mistake(GOOD, "run.seed='x'") == told
-
-
 def test_a_missing_file():
   write("configs/digits.gin", GOOD)
   with pytest.raises(ConfigError) as caught:
@@ -785,17 +792,10 @@ def test_a_file_that_is_not_text():
 
 # Modules of the user's own.
 
-MINE = """
-  import loopwright.configurables as c
-  @c.register
-  class Mine:
-    def __init__(self, *, x: int = 1): self.x = x
-"""
-
 
 def test_a_module_here_or_beside_the_gin_file():
-  write("here_mine.py", MINE)
-  write("far/beside_mine.py", MINE.replace("Mine", "Other"))
+  write("here_mine.py", MINE.format("Mine"))
+  write("far/beside_mine.py", MINE.format("Other"))
   text = "import here_mine\nimport beside_mine\n"
   text += "Trainer.anything = [@Mine(), @beside_mine.Other()]\nMine.x = 3\n"
   write("far/x.gin", GOOD + text)
@@ -805,25 +805,12 @@ def test_a_module_here_or_beside_the_gin_file():
 
 
 def test_direct_calls_of_a_registered_class_stay_as_they_are():
-  write("my_direct.py", MINE)
+  write("my_direct.py", MINE.format("Mine"))
   parse(GOOD + "import my_direct\nTrainer.anything = @Mine()\nMine.x = 3")
   plain = sys.modules["my_direct"].Mine
   assert plain().x == 1
   assert configurables.configured(plain)().x == 3
   assert type(result()["trainer"].anything) is plain
-
-
-def test_a_missing_module():
-  write("tasks_of_mine.py", MINE)
-  assert (
-    mistake(GOOD + "import tasks_of_mein")
-    == "x.gin:3: no module named 'tasks_of_mein'. Did you mean 'tasks_of_mine'?"
-  )
-  write("pack/digits.py", MINE)
-  assert (
-    mistake(GOOD + "import pack.digitz")
-    == "x.gin:3: no module named 'pack.digitz'. Did you mean 'pack.digits'?"
-  )
 
 
 @pytest.mark.parametrize(
@@ -838,21 +825,6 @@ def test_a_module_that_raises(source, line, tmp_path):
   write("my_broken.py", source)
   where = line.format(tmp_path / "my_broken.py", name="my_broken.py")
   assert mistake(GOOD + "import my_broken") == f"x.gin:3: import my_broken failed at {where}"
-
-
-def test_a_class_whose_module_is_not_imported():
-  write("pack/my_late.py", MINE.replace("Mine", "Late"))
-  line = "x.gin:3: unknown configurable {!r}. Add `import pack.my_late`, which defines it."
-  assert mistake(GOOD + "Trainer.anything = @Late()") == line.format("Late")
-  assert mistake(GOOD + "Trainer.anything = @my_late.Late()") == line.format("my_late.Late")
-
-
-def test_a_class_that_is_not_registered():
-  write("my_shy.py", "class Shy:\n  pass\n")
-  assert mistake(GOOD + "import my_shy\nTrainer.anything = @Shy()") == (
-    "x.gin:4: unknown configurable 'Shy'. "
-    "my_shy defines it but does not register it: add @loopwright.register above it."
-  )
 
 
 def test_a_second_definition_replaces_the_first():
@@ -1038,7 +1010,7 @@ box = @Rich
 @pytest.fixture
 def rich():
   write("base.gin", GOOD + "run.seed = 1\nrun.strategy = @mirrored\n")
-  write("my_rich.py", MINE.replace("Mine", "Rich"))
+  write("my_rich.py", MINE.format("Rich"))
   parse(RICH, "run.strategy = @auto")
 
 
