@@ -4,7 +4,6 @@ Each is lines after `RIGHT`, whose five lines come first: so the first of them i
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 RIGHT = """
 import loopwright.tasks.image_classification
@@ -17,98 +16,85 @@ LONELY = "import loopwright\n\nclass Lonely(loopwright.Task): ...\n"
 """my_lonely_task.py, beside the gin file."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Defect:
-  """Lines, and the kind, the place and the words of the remedy that are expected."""
+  """Lines, and the kind, the words of the remedy and the place that are expected."""
 
-  lines: Sequence[str]
+  lines: str
   kind: str
-  place: str = "mine.gin:6"
   says: str
+  _: dataclasses.KW_ONLY
+  place: str = "mine.gin:6"
   without: str = ""
 
 
-DEFECTS = {
-  "a misspelt parameter": Defect(
-    lines=["run.eval_every_step = 10"],
-    kind="names",
-    says="run has no parameter 'eval_every_step'. Did you mean 'eval_every_steps'?",
+DEFECTS = [
+  Defect(
+    "run.eval_every_step = 10",
+    "names",
+    "run has no parameter 'eval_every_step'. Did you mean 'eval_every_steps'?",
   ),
-  "a misspelt name": Defect(
-    lines=["run.optimizer = @keras.Adamm"],
-    kind="names",
-    says="unknown configurable 'keras.Adamm'. Did you mean 'keras.Adam'?",
+  Defect(
+    "run.optimizer = @keras.Adamm",
+    "names",
+    "unknown configurable 'keras.Adamm'. Did you mean 'keras.Adam'?",
   ),
-  "what a flag gives": Defect(
-    lines=["run.model_dir = 'runs/mine'"],
-    kind="names",
-    says="run.model_dir cannot be set in a config; use the flag --model_dir.",
+  Defect(
+    "run.model_dir = 'runs/mine'",
+    "names",
+    "run.model_dir cannot be set in a config; use the flag --model_dir.",
   ),
-  "a task whose import was left out": Defect(
-    lines=["run.task = @Lonely()"],
-    without="run.task = @ImageClassification()\nImageClassification.data = @digits()\n",
-    kind="names",
+  Defect(
+    "run.task = @Lonely()",
+    "names",
+    "unknown configurable 'Lonely'. Add `import my_lonely_task`, which defines it.",
     place="mine.gin:4",
-    says="unknown configurable 'Lonely'. Add `import my_lonely_task`, which defines it.",
+    without="run.task = @ImageClassification()\nImageClassification.data = @digits()\n",
   ),
-  "a misspelt module": Defect(
-    lines=["import loopwright.tasks.image_clasification"],
-    kind="imports",
-    says=(
-      "no module named 'loopwright.tasks.image_clasification'. Did you mean "
-      "'loopwright.tasks.image_classification'?"
-    ),
+  Defect(
+    "import loopwright.tasks.image_clasification",
+    "imports",
+    "no module named 'loopwright.tasks.image_clasification'. Did you mean "
+    "'loopwright.tasks.image_classification'?",
   ),
-  "a bracket that is never closed": Defect(
-    lines=["mlp.units = (64, 32"],
-    kind="reading",
-    says="a bracket or a quote is never closed",
+  Defect("mlp.units = (64, 32", "reading", "a bracket or a quote is never closed"),
+  Defect(
+    "run.steps_per_loop = '50'",
+    "values",
+    "run.steps_per_loop is '50'; it must be int. Write 50, without quotes.",
   ),
-  "a number in quotes": Defect(
-    lines=["run.steps_per_loop = '50'"],
-    kind="values",
-    says="run.steps_per_loop is '50'; it must be int. Write 50, without quotes.",
+  Defect(
+    "run.checkpoint_every_steps = 1e3",
+    "values",
+    "run.checkpoint_every_steps is 1000.0; it must be int. Write 1000.",
   ),
-  "a float for a whole number": Defect(
-    lines=["run.checkpoint_every_steps = 1e3"],
-    kind="values",
-    says="run.checkpoint_every_steps is 1000.0; it must be int. Write 1000.",
+  Defect(
+    "run.steps_per_loop = 0",
+    "values",
+    "run.steps_per_loop is 0; it must be a whole number of at least 1.",
   ),
-  "loops of no steps": Defect(
-    lines=["run.steps_per_loop = 0"],
-    kind="values",
-    says="run.steps_per_loop is 0; it must be a whole number of at least 1.",
+  Defect("run.optimizer = @keras.Adam()", "values", "Write @keras.Adam, without parentheses"),
+  Defect(
+    "run.seed = %sede\nseed = 3", "values", "the macro %sede is not defined. Did you mean 'seed'?"
   ),
-  "an optimizer that is made too early": Defect(
-    lines=["run.optimizer = @keras.Adam()"],
-    kind="values",
-    says="Write @keras.Adam, without parentheses",
+  Defect(
+    "keras.SGD.momentum = 0.9",
+    "used",
+    "nothing uses keras.SGD.momentum. Add `run.optimizer = @keras.SGD`, or remove it.",
   ),
-  "a macro that is not there": Defect(
-    lines=["run.seed = %sede", "seed = 3"],
-    kind="values",
-    says="the macro %sede is not defined. Did you mean 'seed'?",
+  Defect(
+    "shuffle = False", "used", "nothing uses the macro 'shuffle'. Did you mean 'run.shuffle'?"
   ),
-  "options of an optimizer that is not chosen": Defect(
-    lines=["keras.SGD.momentum = 0.9"],
-    kind="used",
-    says="nothing uses keras.SGD.momentum. Add `run.optimizer = @keras.SGD`, or remove it.",
+  Defect(
+    "run.global_batch_size = 32",
+    "one value each",
+    "run.global_batch_size is 32, but 64 at FOLDER/mine.gin:4. Remove one of the two lines.",
   ),
-  "a parameter without its owner": Defect(
-    lines=["shuffle = False"],
-    kind="used",
-    says="nothing uses the macro 'shuffle'. Did you mean 'run.shuffle'?",
-  ),
-  "a line that shadows one above": Defect(
-    lines=["run.global_batch_size = 32"],
-    kind="one value each",
-    says="run.global_batch_size is 32, but 64 at FOLDER/mine.gin:4. Remove one of the two lines.",
-  ),
-  "no number of steps": Defect(
-    lines=[],
-    without="run.train_steps = 100\n",
-    kind="complete",
+  Defect(
+    "",
+    "complete",
+    "neither run.train_steps nor run.train_epochs is set; add one of them.",
     place="",
-    says="neither run.train_steps nor run.train_epochs is set; add one of them.",
+    without="run.train_steps = 100\n",
   ),
-}
+]

@@ -42,19 +42,20 @@ def mistakes(files, params=()):
   return configurables.examine(files, params).mistakes
 
 
-@pytest.mark.parametrize("name", DEFECTS)
-def test_a_defect(name, folder):
-  defect = DEFECTS[name]
-  found = mistakes([written(defect.lines, defect.without)])
+each_defect = pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.says)
+
+
+@each_defect
+def test_a_defect(defect, folder):
+  found = mistakes([written(defect.lines.splitlines(), defect.without)])
   assert {each.kind for each in found} == {defect.kind}
   assert found[0].where.rpartition("/")[2] == defect.place
   assert defect.says.replace("FOLDER", str(folder)) in str(found[0].error)
 
 
-@pytest.mark.parametrize("name", DEFECTS)
-def test_a_run_ends_with_the_first_of_them(name, capsys):
-  defect = DEFECTS[name]
-  path = written(defect.lines, defect.without)
+@each_defect
+def test_a_run_ends_with_the_first_of_them(defect, capsys):
+  path = written(defect.lines.splitlines(), defect.without)
   status = {}
   for mode in ("check_config", "train"):
     status[mode] = launch.main(["launch.py", f"--gin_file={path}", f"--mode={mode}"])
