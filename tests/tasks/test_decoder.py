@@ -7,7 +7,6 @@ import tensorflow as tf
 from decoder_by_hand import by_hand, with_noise, written_by_hand
 from places import PLACES, strategy_of
 
-from loopwright.errors import ConfigError
 from loopwright.inputs.datasets import train_dataset
 from loopwright.runs.builder import Recipe
 from loopwright.tasks import decoder, generation
@@ -95,22 +94,6 @@ def test_each_replica_continues_its_part(place, mirrored):
   assert found["exact"] == pytest.approx(right.all(axis=1).mean(), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-  ("options", "line"),
-  [
-    (
-      {"width": 18, "heads": 4},
-      "decoder.width is 18 and decoder.heads 4; width / heads must be an",
-    ),
-    ({"groups": 3}, "decoder.groups is 3 and decoder.heads 4; groups must divide heads"),
-    ({"groups": 0}, "decoder.groups is 0 and decoder.heads 4; groups must divide heads"),
-  ],
-)
-def test_numbers_that_do_not_divide_are_refused(options, line):
-  with pytest.raises(ConfigError, match=f"^{line}"):
-    decoder.decoder(**options)
-
-
 class Documents:
   """In the place of a corpus."""
 
@@ -159,11 +142,3 @@ def test_muon_on_replicas_is_that_of_a_plain_loop(place, mirrored):
   trainer.train(tf.constant(5))
   for one, other in zip(trainer.task.model.get_weights(), plain_loop(5), strict=True):
     assert np.abs(one - other).max() <= 1e-4 * np.abs(other).max()
-
-
-@pytest.mark.parametrize("count", [0, 12])
-def test_something_must_be_left_to_read_and_to_write(count):
-  with pytest.raises(
-    ConfigError, match=f"^Continued.continued_bytes is {count}; it must be from 1"
-  ):
-    generation.Continued(corpus=TwoLetters(), context=12, continued_bytes=count)

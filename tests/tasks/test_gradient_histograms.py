@@ -1,6 +1,5 @@
 """Pretraining by gradient histograms: NumPy, ten steps of a plain loop, a start for FixMatch."""
 
-import functools
 import itertools
 import math
 
@@ -8,32 +7,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from test_fixmatch import images
-from test_fixmatch import task as fixmatch_task
+from properties import batches_of, descended
+from shipped import RATE, STEPS, by_brightness, fixmatch, make_trainer, untrained
+from shipped import histograms as task
 
-from loopwright.inputs import datasets
 from loopwright.run_folder.matching import DIFFERS, MATCHED
 from loopwright.run_folder.warm_start import WarmStart
-from loopwright.runs.builder import Recipe
-from loopwright.tasks.gradient_histograms import GradientHistograms, gradients_in_cells, histograms
-from loopwright.tasks.image_classification import cnn
+from loopwright.tasks.gradient_histograms import gradients_in_cells, histograms
 
-BATCH, STEPS = 5, 10
+BATCH = 5
 SIZE = 2 * 8 * (2 * 2 + 1)
 """Of 8 x 8 pixels: four cells of side 4 and one of 7, 8 directions, twice."""
-
-
-def task(**options):
-  network = functools.partial(cnn, filters=(3,), units=6, activation="silu")
-  return GradientHistograms(
-    data=images(),
-    network=network,
-    input_shape=(8, 8, 1),
-    flip=True,
-    shift=1,
-    cutout=3,
-    **options,
-  )
 
 
 def by_pixels(image, side):
@@ -77,20 +61,14 @@ def test_histograms_are_beside_all_cells_and_cell_by_cell():
 
 
 def plain_loop():
-  keras.utils.set_random_seed(1)
-  made, total = task(), 0.0
-  model = made.build_model()["network"]
-  data = datasets.train_dataset(
-    made.source("train"), global_batch_size=BATCH, preprocess=made.preprocess
-  )
-  for batch in itertools.islice(data.as_numpy_iterator(), STEPS):
-    with tf.GradientTape() as tape:
-      loss = tf.reduce_mean(tf.square(model(batch["image"]) - batch["histograms"]))
-    variables = [v.value for v in model.trainable_variables]
-    for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
-      variable.assign_sub(0.05 * gradient)
-    total += float(loss)
-  return [v.numpy() for v in model.variables], total / STEPS
+  made = untrained("histograms")
+  model = made.model["network"]
+
+  def loss(batch):
+    return tf.reduce_mean(tf.square(model(batch["image"]) - batch["histograms"]))
+
+  losses = descended(model.trainable_variables, batches_of(made, STEPS, BATCH), loss, RATE)
+  return [v.numpy() for v in model.variables], np.mean(losses)
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +77,7 @@ def expected():
 
 
 def trained(strategy):
-  keras.utils.set_random_seed(1)
-  recipe = Recipe(optimizer=lambda: keras.optimizers.SGD(0.05), global_batch_size=BATCH)
-  trainer = recipe.trainer(task(), strategy)
+  trainer = make_trainer(task(), strategy, batch=BATCH)
   return trainer, trainer.train(tf.constant(STEPS))
 
 
@@ -117,7 +93,7 @@ def test_ten_steps_are_those_of_a_plain_loop(replicas, expected, mirrored):
 
 def test_the_histograms_are_of_the_image_before_the_square():
   made = task(rotation=0.0, zoom=1.0, move=0.0)
-  image = images().sources["eval"].fetch(tf.range(4, dtype=tf.int64))["image"]
+  image = by_brightness().sources["eval"].fetch(tf.range(4, dtype=tf.int64))["image"]
   batch = {"image": image, "example_id": tf.range(4, dtype=tf.int64)}
   seen = made.preprocess(batch, training=False)
   scaled = image.numpy() / 255.0
@@ -139,7 +115,7 @@ def test_fixmatch_starts_from_all_of_it_but_the_logits(mirrored, tmp_path):
   path = tf.train.Checkpoint(model=learned).write(str(tmp_path / "checkpoints" / "ckpt-1"))
   keras.backend.clear_session(free_memory=False)
   with mirrored(2).scope():
-    model = fixmatch_task().build_model()
+    model = fixmatch().build_model()
     report = WarmStart(path=path).load(model)
   pairs = zip(model["network"].variables, learned["network"].variables, strict=True)
   equal = [np.array_equal(mine.numpy(), theirs.numpy()) for mine, theirs in pairs]

@@ -6,8 +6,10 @@ import shutil
 
 import keras
 import numpy as np
+import properties
 import pytest
 import tensorflow as tf
+from properties import softmax
 from runs import make_evaluator, make_trainer
 
 from loopwright.errors import ConfigError
@@ -42,38 +44,11 @@ def make_task(**options):
   return ImageClassification(**{**small, **options})
 
 
-def softmax(logits):
-  powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-  return powers / powers.sum(axis=1, keepdims=True)
-
-
 def everything_of(source):
   return {k: v.numpy() for k, v in source.fetch(tf.range(source.num_examples)).items()}
 
 
 # ---- Training ----
-
-
-class Regression:
-  """Softmax regression by gradient descent, in float64."""
-
-  def __init__(self):
-    self.x = IMAGES.reshape([EXAMPLES, -1]) / 255.0
-    self.kernel, self.bias = np.zeros([self.x.shape[1], CLASSES]), np.zeros(CLASSES)
-
-  def judge(self, rows):
-    """Returns the probabilities, mean loss and accuracy of some examples."""
-    probabilities = softmax(self.x[rows] @ self.kernel + self.bias)
-    loss = -np.log(probabilities[np.arange(len(rows)), LABELS[rows]]).mean()
-    return probabilities, loss, np.mean(probabilities.argmax(axis=1) == LABELS[rows])
-
-  def step(self, rows, rate):
-    """Makes one update; returns loss and accuracy from before it."""
-    probabilities, loss, accuracy = self.judge(rows)
-    slope = (probabilities - np.eye(CLASSES)[LABELS[rows]]) / len(rows)
-    self.kernel -= rate * self.x[rows].T @ slope
-    self.bias -= rate * slope.sum(axis=0)
-    return loss, accuracy
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -83,21 +58,11 @@ def test_softmax_regression_trains_and_evaluates_as_in_numpy(replicas, mirrored)
   strategy, task, steps, rate = mirrored(replicas), make_task(), 6, 0.5
   sgd = functools.partial(keras.optimizers.SGD, rate)
   trainer = make_trainer(task, strategy, batch=5, optimizer=sgd, data={"shuffle": False})
-  metrics = trainer.train(tf.constant(steps))
-  reference = Regression()
-  means = [reference.step((5 * s + np.arange(5)) % EXAMPLES, rate) for s in range(steps)]
-  assert [metrics["loss"], metrics["accuracy"]] == pytest.approx(np.mean(means, axis=0), rel=1e-5)
-  kernel, bias = task.model.get_weights()
-  np.testing.assert_allclose(kernel, reference.kernel, atol=1e-6)
-  np.testing.assert_allclose(bias, reference.bias, atol=1e-6)
-  assert np.abs(kernel).max() > 0.1
-
-  results = make_evaluator(task, strategy, batch=4).evaluate()
-  _, loss, accuracy = reference.judge(np.arange(EXAMPLES))
-  assert results == {
-    "loss": pytest.approx(loss, rel=1e-5),
-    "accuracy": pytest.approx(accuracy, rel=1e-6),
-  }
+  x = IMAGES.reshape([EXAMPLES, -1]) / 255.0
+  reference = properties.SoftmaxRegression(x, LABELS, task.model.get_weights())
+  properties.update_of_float64_numpy(trainer, reference, batch=5, steps=steps, rate=rate, atol=1e-6)
+  evaluator = make_evaluator(task, strategy, batch=4)
+  properties.evaluation_of_float64_numpy(evaluator, reference, EXAMPLES)
 
 
 def test_examples_count_by_their_weights():
@@ -333,18 +298,6 @@ def test_fewer_digits_to_train_on_are_some_of_those_of_more():
   evaluated = [image_classification.digits(train_examples=n).sources["eval"] for n in (30, None)]
   one, other = (everything_of(source)["image"] for source in evaluated)
   np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("count", [0, -1, 1439])
-def test_a_number_of_digits_that_there_are_not_is_refused(count):
-  with pytest.raises(ConfigError, match=rf"train_examples is {count}; it must be from 1 to 1438"):
-    image_classification.digits(train_examples=count)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5])
-def test_digits_without_a_split_are_refused(fraction):
-  with pytest.raises(ConfigError, match=rf"digits.eval_fraction is {fraction}; it must be between"):
-    image_classification.digits(eval_fraction=fraction)
 
 
 def write_idx(folder, *, labels=None, code=8):

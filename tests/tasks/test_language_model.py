@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import runs
 import tensorflow as tf
+from properties import softmax
 from runs import make_evaluator, records
 
 import launch
@@ -133,11 +134,6 @@ def test_an_epoch_has_each_byte_as_a_target_once():
 
 def norm(x, scale):
   return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
-
-
-def softmax(x):
-  odds = np.exp(x - x.max(axis=-1, keepdims=True))
-  return odds / odds.sum(axis=-1, keepdims=True)
 
 
 def by_hand(weights, token, position):
@@ -367,18 +363,6 @@ def test_hardly_any_text_of_the_python_library_is_in_both_splits():
   assert again < 0.02 * sum(map(len, evaluated))
 
 
-@pytest.mark.parametrize(
-  ("options", "line"),
-  [
-    ({"path": "no/such"}, "TextFiles.path is 'no/such', which does not exist; give a file or"),
-    ({"path": ".", "eval_fraction": 1}, "TextFiles.eval_fraction is 1; it must be between 0 and 1"),
-  ],
-)
-def test_a_bad_corpus_is_refused(options, line):
-  with pytest.raises(ConfigError, match=f"^{line}"):
-    TextFiles(**options)
-
-
 def test_a_corpus_without_documents_is_refused(folder):
   files = TextFiles(path=str(folder), pattern="*.doc")
   with pytest.raises(ConfigError, match=r"^no text for 'train' in .*\(pattern '\*.doc'\); check"):
@@ -389,13 +373,6 @@ def test_a_file_that_cannot_be_read_is_named(folder):
   (folder / "broken.txt").symlink_to(folder / "gone.txt")
   with pytest.raises(ConfigError, match=r"broken.txt' does not exist; give the path of a text"):
     both_splits(TextFiles(path=str(folder)))
-
-
-def test_bad_sizes_are_refused():
-  with pytest.raises(ConfigError, match=r"^LanguageModel.context is 0; it must be 1 byte or more"):
-    LanguageModel(corpus=Documents([b"a"]), context=0)
-  with pytest.raises(ConfigError, match=r"^transformer.width is 20 and transformer.heads 4; .*128"):
-    transformer(width=20, heads=4)
 
 
 # ---- Sampling ----

@@ -12,6 +12,7 @@ import runs
 import tensorflow as tf
 import tf_keras
 from config_data import forget_garden
+from properties import SoftmaxRegression
 from runs import make_evaluator
 
 from loopwright import ConfigError, configurables
@@ -166,51 +167,19 @@ def make_trainer(task, strategy, *, batch=BATCH, rate=0.1, **options):
   return runs.make_trainer(task, strategy, batch=batch, optimizer=sgd, **options)
 
 
-def softmax(logits):
-  exponentials = np.exp(logits - logits.max(1, keepdims=True))
-  return exponentials / exponentials.sum(1, keepdims=True)
-
-
-class Reference:
-  """Gradient descent on the layer by NumPy in float64."""
-
-  def __init__(self, weights):
-    self.kernel, self.bias = (np.array(w, np.float64) for w in weights)
-    self.loss, self.accuracy = [], []
-
-  def train(self, steps, batch, rate):
-    for step in range(steps):
-      rows = (step * batch + np.arange(batch)) % EXAMPLES
-      error = self.probabilities(X[rows]) - np.eye(2)[Y[rows]]
-      self.loss.append(self.loss_of(rows))
-      self.accuracy.append((self.probabilities(X[rows]).argmax(1) == Y[rows]).mean())
-      self.kernel = self.kernel - rate * X[rows].astype(np.float64).T @ error / batch
-      self.bias = self.bias - rate * error.mean(0)
-    return self
-
-  def probabilities(self, x):
-    return softmax(x.astype(np.float64) @ self.kernel + self.bias)
-
-  def loss_of(self, rows):
-    return -np.log(self.probabilities(X[rows])[np.arange(len(rows)), Y[rows]]).mean()
-
-
 @pytest.mark.parametrize(("replicas", "batch", "parts"), [(2, 7, 1), (3, 8, 2), (2, 5, 4)])
 @pytest.mark.fast(batch=[7])
 def test_padding_and_micro_batches_change_nothing(garden, mirrored, replicas, batch, parts):
   """Of 5 examples in 8 micro-batches, three have none."""
   task = points(garden)
   trainer = make_trainer(task, mirrored(replicas), batch=batch, accumulation_steps=parts)
-  reference = Reference(task.model.get_weights())
+  reference = SoftmaxRegression(X, Y, task.model.get_weights())
   logs = [trainer.train(tf.constant(1)) for _ in range(6)]
-  reference.train(6, batch, 0.1)
-  for name in ("loss", "accuracy"):
-    expected = getattr(reference, name)
-    np.testing.assert_allclose([each[name] for each in logs], expected, rtol=1e-5)
-  for actual, expected in zip(
-    task.model.get_weights(), (reference.kernel, reference.bias), strict=True
-  ):
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
+  rows = [(step * batch + np.arange(batch)) % EXAMPLES for step in range(6)]
+  expected = [reference.step(each, 0.1) for each in rows]
+  np.testing.assert_allclose([(n["loss"], n["accuracy"]) for n in logs], expected, rtol=1e-5)
+  for actual, wanted in zip(task.model.get_weights(), reference.weights, strict=True):
+    np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
@@ -220,14 +189,14 @@ def test_an_evaluation_counts_every_example_once(garden, mirrored, replicas):
   task, strategy = points(garden), mirrored(replicas)
   make_trainer(task, strategy)
   evaluator = make_evaluator(task, strategy, batch=BATCH)
-  reference = Reference(task.model.get_weights())
-  probabilities = reference.probabilities(X)
+  reference = SoftmaxRegression(X, Y, task.model.get_weights())
+  probabilities, loss, accuracy = reference.judge(np.arange(EXAMPLES))
   auc = tf_keras.metrics.AUC(num_thresholds=20)
   auc.update_state(Y, probabilities[:, 1])
   for _ in range(2):  # the second begins from nothing
     results = evaluator.evaluate()
-    assert results["loss"] == pytest.approx(reference.loss_of(np.arange(EXAMPLES)), rel=1e-5)
-    assert results["accuracy"] == pytest.approx((probabilities.argmax(1) == Y).mean())
+    assert results["loss"] == pytest.approx(loss, rel=1e-5)
+    assert results["accuracy"] == pytest.approx(accuracy)
     assert results["auc"] == pytest.approx(float(auc.result()), rel=1e-5)
 
 

@@ -149,12 +149,6 @@ def test_training_is_that_of_a_plain_loop_and_the_reference_stays(place, start, 
     assert np.abs(one - other).max() <= 1e-4 * np.abs(other).max()
 
 
-@pytest.mark.parametrize("name", ["beta", "prompt_bytes", "continued_bytes"])
-def test_numbers_that_are_not_above_0_are_refused(name):
-  with pytest.raises(ConfigError, match=rf"^Preferred.{name} is 0; it must be above 0"):
-    preference.Preferred(corpus=Lines(), start="runs/none", **{name: 0})
-
-
 def test_texts_without_a_preference_are_refused():
   with pytest.raises(ConfigError, match="the documents of 'train' have no two lines with 64 bytes"):
     preference.Preferred(corpus=Lines(), start="runs/none").source("train")
