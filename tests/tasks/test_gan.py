@@ -7,6 +7,7 @@ import pytest
 import runs
 import tensorflow as tf
 from config_data import FOLDER, Witness, fashion_mnist_files
+from properties import descended
 from runs import make_evaluator
 
 import launch
@@ -84,13 +85,10 @@ class ByHand:
     for name in NETWORKS:
       self.networks[name].set_weights(task.model[name].get_weights())
 
-  def descend(self, name, loss_fn):
+  def descend(self, name, batch, loss):
     variables = self.networks[name].trainable_variables
-    with tf.GradientTape() as tape:
-      loss = loss_fn(**self.networks)
-    for variable, slope in zip(variables, tape.gradient(loss, variables), strict=True):
-      variable.assign(variable - RATE * slope)
-    return float(loss)
+    [value] = descended(variables, [batch], lambda batch: loss(**self.networks), RATE)
+    return value
 
   def train_discriminator(self, batch):
     def loss(generator, discriminator):
@@ -98,14 +96,14 @@ class ByHand:
       real, fake = discriminator(batch["image"]), discriminator(drawn)
       return cross_entropy(batch["weight"], (1.0, real), (0.0, fake))
 
-    return self.descend("discriminator", loss)
+    return self.descend("discriminator", batch, loss)
 
   def train_generator(self, batch):
     def loss(generator, discriminator):
       fake = discriminator(generator(batch["other_noise"]))
       return cross_entropy(batch["weight"], (1.0, fake))
 
-    return self.descend("generator", loss)
+    return self.descend("generator", batch, loss)
 
 
 def mirrored_batches(steps):

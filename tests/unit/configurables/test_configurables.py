@@ -527,9 +527,16 @@ def test_a_value_of_the_wrong_type(binding, must):
     "Trainer.hook = @Best()",
     "Trainer.gain = @two()",
     "Trainer.limit = None",
+    # And something uses it.
+    "auto.cpu_replicas = 2",
+    "Sgd.learning_rate = 0.1",
+    "Trainer.clip_norm = 1.0",
+    "run.optimizer = {'a': @a/b/Sgd}\na/Sgd.learning_rate = 0.1\nSgd.nesterov = True",
+    "Trainer.anything = [{'x': @Folder()}]\nFolder.directory = %where\nwhere = 'd'",
+    "Trainer.anything = @outer/gin.singleton()\nouter/gin.singleton.constructor = @Best",
   ],
 )
-def test_a_value_of_the_right_type(text):
+def test_a_sound_config(text):
   parse(GOOD + text)
   result()
 
@@ -639,22 +646,6 @@ def test_a_binding_that_nothing_uses(binding, needed):
     f"x.gin:{3 + len(before)}: nothing uses {last.partition(' = ')[0]}. Add `{needed}`, or remove"
   )
   assert mistake(GOOD + binding) == f"{told} it."
-
-
-@pytest.mark.parametrize(
-  "text",
-  [
-    "auto.cpu_replicas = 2",
-    "Sgd.learning_rate = 0.1",
-    "Trainer.clip_norm = 1.0",
-    "run.optimizer = {'a': @a/b/Sgd}\na/Sgd.learning_rate = 0.1\nSgd.nesterov = True",
-    "Trainer.anything = [{'x': @Folder()}]\nFolder.directory = %where\nwhere = 'd'",
-    "Trainer.anything = @outer/gin.singleton()\nouter/gin.singleton.constructor = @Best",
-  ],
-)
-def test_a_binding_that_something_uses(text):
-  parse(GOOD + text)
-  result()
 
 
 def test_scopes_reach_what_is_called_in_them():
