@@ -4,6 +4,7 @@ import urllib.error
 
 import keras
 import numpy as np
+import properties
 import pytest
 import runs
 import tensorflow as tf
@@ -230,13 +231,8 @@ def test_a_checkpoint_has_the_head_alone_and_goes_on_to_the_bit(tmp_path):
     configurables.configured(runner.run)(mode="train", model_dir=str(tmp_path / folder))
     return tf.train.load_checkpoint(str(tmp_path / folder / "checkpoints" / f"ckpt-{steps}"))
 
-  whole = train("a", 6)
-  train("b", 3)
-  resumed = train("b", 6)
+  whole, names = properties.resumed_equals_uninterrupted(train, steps=6, at=3)
   shapes = whole.get_variable_to_shape_map()
-  names = [name for name in shapes if name.startswith(("model", "optimizer"))]
-  for name in names:
-    np.testing.assert_array_equal(whole.get_tensor(name), resumed.get_tensor(name))
   sizes = sorted(tuple(shapes[name]) for name in names if name.startswith("model"))
   assert sizes == [(1,), (3,), (3, 1), (4, 3)]
   task = loopwright.load(tmp_path / "a").task
