@@ -5,12 +5,13 @@
 checks/ has one module per group of the registry, with `check(subject) -> results`; docs/verify.md
 explains each check. padding.py and own_optimizer.py are parts of the group "replicas",
 augmentation.py of "randomness", contents.py of "inputs". report.py holds the results,
-consequences.py says which failures follow from others, side_by_side.py runs groups in forks.
+causes.txt all causes with their remedies, consequences.py what follows from what.
+side_by_side.py runs groups in forks.
 bench/ has the tools of the checks:
 
     bench.py          the user's Trainer on 1 to N logical CPUs, one step at a time
     comparison.py     the step on one replica, and how others differ from it
-    explanations.py   known mistakes, and the update that each predicts
+    explanations.py   words of known mistakes, and the update that each predicts
     evaluated.py      a task's evaluation on 1 to N logical CPUs
     recorded_step.py  operations, communications, verbs and new variables of a step
     row_influence.py  the line where one row changes what is computed for another
@@ -50,7 +51,7 @@ from loopwright.strategies import factories
 from loopwright.tools.verify import consequences, report, side_by_side
 from loopwright.tools.verify.bench import source_lines
 from loopwright.tools.verify.bench.bench import MOST_REPLICAS, Subject
-from loopwright.tools.verify.report import Report, Result
+from loopwright.tools.verify.report import Group, Report, Result
 
 __all__ = ["Report", "Result", "Subject", "register", "subject_of_config", "verify"]
 
@@ -180,13 +181,10 @@ _RETURNED = {
 
 
 def _made_in_step(group: str, place: str) -> Result:
-  return Result(
-    group=group, check=consequences.RUNS, status="failed", place=place,
-    cause="variable outside the model",
-    detail="this line makes new variables in each call: no optimizer has them, no checkpoint saves "
-    "them",
-    remedy="make layers and variables in build_model(), and return them with the model",
-  )  # fmt: skip
+  told = (
+    "this line makes new variables in each call: no optimizer has them, no checkpoint saves them"
+  )
+  return Group(group).failed(consequences.RUNS, told, "variable outside the model", place)
 
 
 def _raised(group: str, subject: Subject, error: Exception) -> Result:
@@ -206,8 +204,5 @@ def _raised(group: str, subject: Subject, error: Exception) -> Result:
     for beginning, (methods, words) in _RETURNED.items():
       if detail.startswith(beginning):
         place = source_lines.find(task, *methods, containing=words, anywhere=True) or place
-  return Result(
-    group=group, check=consequences.RUNS, status="failed", detail=detail, place=place,
-    cause="refused by the framework" if refusal else "exception in the task",
-    remedy="" if refusal else "correct it first: every check that needs this step stops here",
-  )  # fmt: skip
+  cause = "refused by the framework" if refusal else "exception in the task"
+  return Group(group).failed(consequences.RUNS, detail, cause, place)

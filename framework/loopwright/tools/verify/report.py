@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from loopwright.reporting.live import Terminal
 from loopwright.reporting.progress import Line, is_terminal
+from loopwright.tools.verify import causes
 
 Status = Literal["passed", "accepted", "failed", "not applicable"]
 WIDTH, COLUMN = 100, 30
@@ -44,19 +45,17 @@ class Result:
   values: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Explanation:
   """A known mistake.
 
   Attributes:
-    cause: its name.
-    remedy: what to do.
+    cause: its name in causes.txt.
     containing: what its line of code may contain.
     mixes_rows: whether its line is where the rows of a batch meet.
   """
 
   cause: str
-  remedy: str
   containing: tuple[str, ...] = ()
   mixes_rows: bool = False
 
@@ -76,9 +75,10 @@ class Group:
     return Result(group=self.name, check=check, status="not applicable", detail=detail, **values)
 
   def failed(
-    self, check: str, detail: str, cause: str, remedy: str = "", place: str = "", **values: Any
+    self, check: str, detail: str, cause: str, place: str = "", remedy: str = "", **values: Any
   ) -> Result:
-    """Returns what is wrong."""
+    """Returns what is wrong; a cause of the table has its remedy."""
+    remedy = remedy or causes.remedy(cause, self.name)
     return Result(
       group=self.name, check=check, status="failed", detail=detail, cause=cause, remedy=remedy,
       place=place, **values,
@@ -88,7 +88,7 @@ class Group:
     self, check: str, detail: str, why: Explanation, place: str = "", **values: Any
   ) -> Result:
     """Returns what a known mistake makes wrong."""
-    return self.failed(check, detail, why.cause, why.remedy, place, **values)
+    return self.failed(check, detail, why.cause, place, **values)
 
 
 @dataclasses.dataclass

@@ -110,7 +110,7 @@ class Comparison:
     operations = graphs.operations(self.alone.graph(self.batch))
     found = random_draws.changing(operations, self.task)
     kinds = {"random": known.STATEFUL, "clock": known.CLOCK, "python": known.IN_PYTHON}
-    return [(kinds[kind], place) for kind, place in found.items()] or [(known.NOT_STEADY, "")]
+    return [(kinds[kind], place) for kind, place in found.items()] or [(known.UNKNOWN, "")]
 
   @functools.cached_property
   def meeting(self) -> row_influence.Meeting:

@@ -33,10 +33,6 @@ STATEFUL = "stateful random op"
 """The cause of numbers that do not follow the run's seed."""
 FROZEN = "np.random while tracing"
 FIXED = "a fixed seed"
-ONCE = (
-  "Python and NumPy run only once, while TensorFlow traces, and their numbers become constants of "
-  "the graph; "
-)
 CHANGING = {
   "Timestamp": "clock", "PyFunc": "python", "PyFuncStateless": "python", "EagerPyFunc": "python",
 }  # fmt: skip
@@ -68,16 +64,12 @@ def is_stateful(operation: str) -> bool:
   return is_random(operation) and not operation.startswith("Stateless")
 
 
-def outside(task: Any) -> tuple[str, str, str]:
-  """Returns (cause, remedy, place) for layers that draw from their own generator in a step."""
+def outside(task: Any) -> tuple[str, str]:
+  """Returns (cause, place) for layers that draw from their own generator in a step."""
   if place := source_lines.mention(task, "recompute_grad"):
-    remedy = "use loopwright.recompute instead of tf.recompute_grad, whose backward pass runs the "
-    remedy += "layers again with other random numbers than the forward pass"
-    return "other dropout in the backward pass", remedy, place
-  remedy = "call the layers in forward() or loss(), while the step runs: a function traced before, "
-  remedy += "or a backward pass of your own, draws from Keras's generator"
+    return "other dropout in the backward pass", place
   place = source_lines.mention(task, "custom_gradient", "tf.function", "def forward")
-  return "random layer outside the step", remedy, place
+  return "random layer outside the step", place
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,15 +22,10 @@ from loopwright.tools.verify.bench.random_draws import Draw, Watched, listed
 from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("randomness")
-BY_SEED = "use tf.random.stateless_* and tf.image.stateless_* with batch['seed']"
 BATCHES = 8
 """Batches of equal examples: an augmentation may leave most examples as they are."""
 IN_EVALUATION = "augmentation in evaluation"
 ONE_SEED = "one seed for the whole batch"
-EACH = (
-  "draw for each row with its own seed: loopwright.graphs.randomness.draw_each, or tf.map_fn "
-  "over batch['seed']; then a row is the same whatever its batch, its place and its worker"
-)
 ANOTHER_EPOCH = 1_000_000
 OTHERS = 7
 """Examples to put in the place of the first: some may be of the same class."""
@@ -98,15 +93,14 @@ def _of_each(subject: Subject, task: Task, rows: Rows, watched: Watched) -> Resu
   told = f"equal examples of a batch come out equal{listed(watched.draws)}, and different in "
   words = ('"seed"][0]', "'seed'][0]", "seed", "step")
   place = _place(task, watched.draws, *words)
-  return GROUP.failed(EXAMPLES, f"{told}another batch", ONE_SEED, EACH, place)
+  return GROUP.failed(EXAMPLES, f"{told}another batch", ONE_SEED, place)
 
 
 def _stateful(task: Task, feature: str, watched: Watched) -> Result:
   told = f"{feature!r} differs for the same examples with the same seeds{listed(watched.stateful)}"
-  remedy = f"{BY_SEED}: ops with their own state give other numbers after a restart"
   words = ("tf.random.", "random_", "np.random", "random.")
   place = _place(task, watched.stateful or watched.draws, *words)
-  return GROUP.failed(REPEATS, told, random_draws.STATEFUL, remedy, place)
+  return GROUP.failed(REPEATS, told, random_draws.STATEFUL, place)
 
 
 def _frozen(task: Task) -> Result:
@@ -114,16 +108,12 @@ def _frozen(task: Task) -> Result:
     "numbers are drawn in Python while preprocess() is traced: all examples get the same ones, "
   )
   place = _place(task, [], "np.random", "default_rng", "random.")
-  return GROUP.failed(
-    EPOCHS, f"{told}in all epochs", random_draws.FROZEN, random_draws.ONCE + BY_SEED, place
-  )
+  return GROUP.failed(EPOCHS, f"{told}in all epochs", random_draws.FROZEN, place)
 
 
 def _fixed(task: Task, fixed: list[Draw]) -> Result:
   told = f"the same numbers are drawn in all batches{listed(fixed)}"
-  return GROUP.failed(
-    EPOCHS, told, random_draws.FIXED, BY_SEED, _place(task, fixed, "seed=", "stateless_")
-  )
+  return GROUP.failed(EPOCHS, told, random_draws.FIXED, _place(task, fixed, "seed=", "stateless_"))
 
 
 def _evaluation(subject: Subject, task: Task) -> Result:
@@ -148,7 +138,7 @@ def _evaluation(subject: Subject, task: Task) -> Result:
   how = "depends on its place in the batch" if by_place else "differs each time"
   told = f"{different!r} of the same example {how}{listed(watched.draws)}"
   place = _place(task, watched.draws, "random", "augment", "flip", "noise", "seed")
-  return GROUP.failed(EVALUATION, told, IN_EVALUATION, "augment only `if training:`", place)
+  return GROUP.failed(EVALUATION, told, IN_EVALUATION, place)
 
 
 def _place(task: Task, found: list[Draw], *words: str) -> str:
@@ -164,9 +154,8 @@ def of_training_alone(group: Group, check: str, task: Task, error: Exception) ->
   if not (feature := survey.of_training(error)):
     raise error
   told = f"preprocess(batch, training=False) reads batch['{feature}'], which only training has"
-  remedy = f"augment, and use batch['{feature}'], only `if training:`"
   place = source_lines.find(task, "preprocess", containing=(f'"{feature}"', f"'{feature}'"))
-  return group.failed(check, told, IN_EVALUATION, remedy, place)
+  return group.failed(check, told, IN_EVALUATION, place)
 
 
 def _turned(rows: Rows) -> Rows:

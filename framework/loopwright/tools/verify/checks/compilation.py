@@ -22,7 +22,7 @@ from loopwright.graphs import xla
 from loopwright.models import models
 from loopwright.tools.verify.bench import bench, harness, held_state, shared_noise, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
-from loopwright.tools.verify.report import Explanation, Group, Result
+from loopwright.tools.verify.report import Group, Result
 from loopwright.trainer import Trainer
 
 GROUP = Group("compilation")
@@ -47,33 +47,9 @@ HOST = {
   "files in the loop": ("ReadFile", "WriteFile", "MatchingFiles", "SaveV2", "RestoreV2"),
 }  # fmt: skip
 _CAUSE_OF = {kind: cause for cause, kinds in HOST.items() for kind in kinds}
-_REMEDIES = {
-  "Python in the loop": "write it with TensorFlow operations, or do it in preprocess(), which runs "
-  "on the host ahead of the step",
-  "printing in the loop": "log it with Task.metrics() or step.log(); to debug, run.eager = True",
-  "summaries in the loop": "log it with Task.metrics() or step.log(): TensorBoard and "
-  "metrics.jsonl get it once per loop",
-  "files in the loop": "read files in Task.source() or preprocess(), on the host",
-}
 
 
-COUNTER = Explanation(
-  cause="Python value that changes",
-  remedy="compute it from step or batch, or keep it in a tf.Variable of the model; a compiled loop "
-  "runs Python only once",
-)
-CONSTANT = Explanation(
-  cause=COUNTER.cause,
-  remedy="compute it from step or batch; a compiled loop runs Python only once",
-)
-DRAWS = Explanation(
-  cause="random numbers of NumPy or Python",
-  remedy="draw with tf.random.stateless_* and step.seed()",
-)
-KEPT = Explanation(
-  cause="tensor kept in Python",
-  remedy="keep it in a tf.Variable of the model, and assign to the variable",
-)
+CHANGES = "Python value that changes"
 
 
 def check(subject: Subject) -> list[Result]:
@@ -107,11 +83,9 @@ class Loop:
     if self.late:
       told += f"; the step made {', '.join(v.name for v in self.late[:3])}"
       place = source_lines.mention(self.task, "tf.Variable", "def build_model")
-      cause, remedy = "variables created in the step", "create all variables in build_model()"
-      return GROUP.failed(TRACED_ONCE, told, cause, remedy, place)
+      return GROUP.failed(TRACED_ONCE, told, "variables created in the step", place)
     place = source_lines.mention(self.task, "def train_step", "def source")
-    remedy = "keep the shapes of a source static, and keep Python state out of train_step"
-    return GROUP.failed(TRACED_ONCE, told, "changing shape or Python value", remedy, place)
+    return GROUP.failed(TRACED_ONCE, told, "changing shape or Python value", place)
 
   # ---- Traced again ----
 
@@ -142,15 +116,17 @@ class Loop:
       )
       told += "in the loop it keeps the value of the first trace"
       place = source_lines.change(held.owner, held.attribute) or place
-      return GROUP.explained(SAME_TRACE, told, COUNTER, place)
+      return GROUP.failed(SAME_TRACE, told, CHANGES, place)
     if drew:
       told = (
         f"the step draws from NumPy or Python when it is traced (a {what}); in the loop, every "
       )
       place = source_lines.mention(self.task, "np.random", "random.") or place
-      return GROUP.explained(SAME_TRACE, f"{told}step gets the same numbers", DRAWS, place)
+      return GROUP.failed(
+        SAME_TRACE, f"{told}step gets the same numbers", "random numbers of NumPy or Python", place
+      )
     told = f"another {what} each time the step is traced; in the loop it keeps the value of the "
-    return GROUP.explained(SAME_TRACE, f"{told}first trace", CONSTANT, place)
+    return GROUP.failed(SAME_TRACE, f"{told}first trace", CHANGES, place)
 
   def _kept(self) -> list[str]:
     found = held_state.held(self.task).items()
@@ -160,7 +136,7 @@ class Loop:
     held = held_state.held(self.task)[name]
     told = f"{name} holds a tensor of the first trace: the next step cannot use it, and it never "
     place = source_lines.change(held.owner, held.attribute)
-    return GROUP.explained(SAME_TRACE, f"{told}gets a new value", KEPT, place)
+    return GROUP.failed(SAME_TRACE, f"{told}gets a new value", "tensor kept in Python", place)
 
   # ---- The host ----
 
@@ -177,7 +153,7 @@ class Loop:
     told = "; ".join(f"{kind} at {where}" for where, (kind, _) in found.items())
     values = [{"type": kind, "place": where} for where, (kind, _) in found.items()]
     return GROUP.failed(
-      NO_HOST, f"{told}: each step waits for the host", cause, _REMEDIES[cause], place,
+      NO_HOST, f"{told}: each step waits for the host", cause, place,
       values={"operations": values},
     )  # fmt: skip
 
@@ -238,7 +214,7 @@ def xla_clean(subject: Subject) -> Result:
     if not asked:
       return GROUP.skipped(XLA_CLEAN, f"{UNSET}; would not compile: {told}")
     place = next((place for _, place in found if place), "")
-    return GROUP.failed(XLA_CLEAN, told, "operations without an XLA kernel", _WITHOUT_KERNEL, place)
+    return GROUP.failed(XLA_CLEAN, told, "operations without an XLA kernel", place)
   return _compared(subject, asked, compiled, seen, start, batch)
 
 
@@ -257,9 +233,8 @@ def _compared(
     told = f"compiles, but the update differs by {apart:.2g}"
     if not asked:
       return GROUP.skipped(XLA_CLEAN, f"{UNSET}; {told}")
-    remedy = "XLA clamps out-of-range indices and draws other numbers for negative seeds"
     place = source_lines.mention(compiled.task, "gather", "stateless_", "def forward")
-    return GROUP.failed(XLA_CLEAN, told, "different result under XLA", remedy, place)
+    return GROUP.failed(XLA_CLEAN, told, "different result under XLA", place)
   places = (
     f"{op.type} ({place})"
     for op in _operations(compiled, batch)
@@ -269,12 +244,6 @@ def _compared(
   note = f"; with shapes that depend on values: {note}" if note else ""
   told = f"forward and backward compile on the CPU; relative difference {apart:.1e}{note}"
   return GROUP.passed(XLA_CLEAN, told, values={"difference": apart})
-
-
-_WITHOUT_KERNEL = (
-  "use tf.where(condition, x, y) or batch['weight'] instead of selecting rows; move strings, files "
-  "and Python to preprocess(), on the host"
-)
 
 
 def _asked(subject: Subject) -> bool:

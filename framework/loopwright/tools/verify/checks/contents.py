@@ -24,27 +24,8 @@ FAR = 30.0
 """Initial weights do not expect a feature with a larger mean or standard deviation."""
 SOURCE = ("source",)
 PREPROCESS = ("preprocess", "source")
-OUT_OF_RANGE = Explanation(
-  cause="labels out of range",
-  remedy="give the model as many outputs as there are classes, or number the classes from 0 "
-  "without gaps",
-  containing=("Dense(", "classes", "one_hot"),
-)
-FROM_ONE = Explanation(
-  cause="labels start at 1",
-  remedy="subtract 1 from the labels",
-  containing=OUT_OF_RANGE.containing,
-)
-WHOLE = Explanation(
-  cause="weights divided as whole numbers",
-  remedy="divide with /, not with //, and cast to float before: examples of a class with weight 0 "
-  "are never learned",
-)
-NOT_SCALED = Explanation(
-  cause="inputs are not scaled",
-  remedy="scale it to about mean 0 and standard deviation 1 in preprocess(): pixels / 255, or "
-  "(x - mean) / std of the training set",
-)
+OUT_OF_RANGE = Explanation("labels out of range", ("Dense(", "classes", "one_hot"))
+FROM_ONE = Explanation("labels start at 1", OUT_OF_RANGE.containing)
 
 
 class Contents:
@@ -77,12 +58,10 @@ class Contents:
     place = source_lines.find(self.task, *PREPROCESS, containing=("weight",))
     if self.survey.bad_weight is not None:
       told = f"{low:.6g} at the lowest, first at example {self.survey.bad_weight}"
-      remedy = "weights must be finite and not negative; 0 leaves an example out"
-      return GROUP.failed(name, told, "negative weights", remedy, place)
+      return GROUP.failed(name, told, "negative weights", place)
     if high <= 0:
       told = f"all of {self.survey.examples} examples have weight 0: nothing is learned"
-      remedy = "set batch['weight'] above 0 for examples to learn from"
-      return GROUP.failed(name, told, "all weights are zero", remedy, place)
+      return GROUP.failed(name, told, "all weights are zero", place)
     return GROUP.passed(name, "all 1" if low == high == 1 else f"{low:.6g} to {high:.6g}")
 
   def _finite(self) -> Result:
@@ -96,10 +75,9 @@ class Contents:
     rows = self._rows_of(column.bad_example)
     if rows is None or self._copes_with(rows):
       return GROUP.passed(name, f"{told}; the step stays finite")
-    remedy = "fill in missing values, or give such examples the weight 0, in source() or "
     words = (*_quoted(first), "read", "load")
     return GROUP.failed(
-      name, told, "non-finite features", f"{remedy}preprocess()",
+      name, told, "non-finite features",
       source_lines.find(self.task, *PREPROCESS, containing=words),
     )  # fmt: skip
 
@@ -132,7 +110,6 @@ class Contents:
     told = f"{key!r} is {value} for all of {survey.examples} examples, but differs in the source"
     return GROUP.failed(
       name, told, "preprocess() makes a feature constant",
-      "cast to float before dividing: integer division by 255, or a cast to int after it, gives 0",
       source_lines.find(self.task, "preprocess", containing=("//", "cast(", "int", key)),
     )  # fmt: skip
 
@@ -162,8 +139,7 @@ class Contents:
     if column.constant and self._whole_epoch and count >= 20:
       told = f"{labels.name!r} is {column.low:.0f} for all of {count} examples, of {classes}"
       place = source_lines.find(self.task, *SOURCE, containing=_quoted(labels.name))
-      remedy = "check what source() reads as the label"
-      return GROUP.failed(name, told, "all labels are the same", remedy, place)
+      return GROUP.failed(name, told, "all labels are the same", place)
     told = f"{labels.name!r} is {column.low:.0f} to {column.high:.0f} of {classes}"
     return GROUP.passed(name, told)
 
@@ -185,7 +161,7 @@ class Contents:
       told = f"of {labels.name!r} 0 to {labels.classes - 1}, with {_listed(counts)} examples, the "
       told += f"loss counts each {_listed(whole)} times: the whole parts of "
       told += _listed(counts.sum() / (labels.classes * counts))
-      yield GROUP.explained("weights of classes", told, WHOLE)
+      yield GROUP.failed("weights of classes", told, "weights divided as whole numbers")
 
   def _label_order(self, labels: Labels) -> Result:
     name = "labels in mixed order"
@@ -198,15 +174,12 @@ class Contents:
     alone, batches = column.alone, self.survey.batches
     if batches < 4 or len(column.values) < 2 or alone <= 0.8 * batches:
       return GROUP.passed(name, f"{batches - alone} of {batches} batches hold several classes")
-    how, remedy = "run.shuffle is False", "set run.shuffle = True"
-    if stream:
-      how = "a stream is never shuffled"
-      remedy = "mix the files of the stream, or call dataset.shuffle(..., seed=...) in source()"
+    how = "a stream is never shuffled" if stream else "run.shuffle is False"
     told = f"{alone} of {batches} batches of {self.batch_size} hold only one class of "
     told += f"{labels.name!r}, and {how}"
     words = ("sort", "concatenate", "StreamSource", "return")
     place = source_lines.find(self.task, *SOURCE, containing=words)
-    return GROUP.failed(name, told, "examples sorted by label", remedy, place)
+    return GROUP.failed(name, told, "examples sorted by label", place)
 
   def _scale(self, labels: Labels) -> Result:
     name = "scale of features"
@@ -229,7 +202,7 @@ class Contents:
         place = source_lines.find(self.task, "preprocess", "forward", containing=_quoted(key))
         values = {"loss": as_is, "loss_scaled": scaled}
         told += f"(chance: {chance:.3g})"
-        return GROUP.explained(name, told, NOT_SCALED, place, values=values)
+        return GROUP.failed(name, told, "inputs are not scaled", place, values=values)
     return GROUP.passed(name, f"{told}; the first loss does not suffer")
 
 

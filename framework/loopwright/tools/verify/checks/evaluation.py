@@ -18,8 +18,8 @@ from loopwright.models import models
 from loopwright.tools.verify.bench import bench, random_draws, row_influence, source_lines, survey
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Rows, Subject
 from loopwright.tools.verify.bench.evaluated import Evaluated, Values, different
-from loopwright.tools.verify.bench.explanations import MEAN_OF_MEANS, RANKED, SHIFTED
-from loopwright.tools.verify.report import Explanation, Group, Result
+from loopwright.tools.verify.bench.explanations import COUPLED, MEAN_OF_MEANS, SHIFTED
+from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("evaluation")
 SMALL = 6
@@ -34,33 +34,11 @@ MODE, PADDED, REVERSED, SMALLER = (
 ON_SEVERAL = {f"same evaluation on {replicas} replicas": replicas for replicas in REPLICAS}
 STATISTICS = ("moving_mean", "moving_variance")
 """Variables of batch normalisation."""
-IN_TRAINING_MODE = Explanation(
-  cause="evaluation in training mode",
-  remedy="pass training on, which is False in eval_step(): self.model(x, training=training)",
-)
-CHANGED = Explanation(
-  cause="evaluation changes the model",
-  remedy="assign only if training is True, which it is not in an evaluation: else training "
-  "depends on how often the run evaluates",
-)
-MIXED = RANKED.cause
+MIXED = COUPLED.cause
 MEANS = "metric read in replica context"
 COUNT = "metric divided by a local count"
 PADDING = "padding counts"
 ORDER = "metric depends on the order"
-REMEDIES = {
-  MIXED: RANKED.remedy,
-  MEANS: "return sums over this replica's examples, (total, weight), as weighted_sum does: the "
-  "framework divides once, by the weight of all batches and replicas",
-  SHIFTED.cause: SHIFTED.remedy,
-  MEAN_OF_MEANS.cause: MEAN_OF_MEANS.remedy,
-  COUNT: "return sums and what they are divided by, (tf.reduce_sum(values * mask), "
-  "tf.reduce_sum(mask)): a batch has its own number of tokens or labels, and the framework divides "
-  "once, by that of all",
-  PADDING: "give rows of batch['weight'] 0 no part in it: weighted_sum(values, batch['weight']), "
-  "and a mask of batch['weight'] > 0 before sorting, counting or comparing rows",
-  ORDER: "compute it of each example, or of all examples in derived(), in any order",
-}
 METHODS = ("metrics", "eval_step", "derived", "loss", "forward")
 WORDS = ("reduce_", "result(", "top_k", "argsort", "len(", "shape", "return")
 
@@ -156,10 +134,10 @@ class Comparison:
     if statistics:
       place = source_lines.mention(task, "training=True")
       place = place or source_lines.find(task, "forward", "eval_step", containing=("self.model",))
-      return GROUP.explained(MODE, told, IN_TRAINING_MODE, place)
+      return GROUP.failed(MODE, told, "evaluation in training mode", place)
     place = self.alone.assigns(bench.padded(self._take(np.arange(self.small)), self.small))
     place = place or source_lines.mention(task, ".assign")
-    return GROUP.explained(MODE, told, CHANGED, place)
+    return GROUP.failed(MODE, told, "evaluation changes the model", place)
 
   def _trains(self, variable: str) -> bool:
     """Whether a training step is another one if a variable has another value."""
@@ -250,7 +228,7 @@ class Comparison:
       place = source_lines.find(task, "loss", "eval_step", containing=MEAN_OF_MEANS.containing)
     place = place or source_lines.mention(task, f'"{metric}"', f"'{metric}'")
     place = place or source_lines.find(task, *METHODS, containing=WORDS)
-    return GROUP.failed(name, detail, cause, REMEDIES[cause], place)
+    return GROUP.failed(name, detail, cause, place)
 
   @functools.cached_property
   def _meeting(self) -> row_influence.Meeting:

@@ -45,54 +45,17 @@ MORE = 16
 MOST_VARIABLES = 12
 """At most this many variables, the largest first, are compared with finite differences."""
 METHODS = ("loss", "forward", "train_step", "build_model")
-OUTSIDE = Explanation(
-  cause="variable outside the model",
-  remedy="build the layer in build_model() and return it with the model, such as in a dict; a "
-  "layer that is called on a constant is no part of a Keras model: call it in a layer's call()",
-)
-NOT_OWNED = Explanation(
-  cause="variable that no optimizer updates",
-  remedy="return it from variables_of() of one of the optimizers; if it must stay as it is, say "
-  "so: trainable=False of its layer or model",
-)
+NOT_OWNED = Explanation("variable that no optimizer updates")
 HELD = Explanation(
-  cause="frozen variable that moves",
-  remedy="set trainable=False of its layer, or leave it out in variables_of(): weight decay and "
-  "momentum also move what has a gradient of zero",
-  containing=("zeros_like", "tf.zeros(", "* 0.0", "0.0 *", "* 0", "mask", "apply("),
+  "frozen variable that moves",
+  ("zeros_like", "tf.zeros(", "* 0.0", "0.0 *", "* 0", "mask", "apply("),
 )
 MISSING = Explanation(
-  cause="variable without gradient",
-  remedy="use it in the loss, or set trainable=False for its layer; argmax, round, casts to "
-  "integers and NumPy pass no gradient",
-  containing=("argmax", "round", "numpy", "stop_gradient", "tf.cast"),
+  "variable without gradient", ("argmax", "round", "numpy", "stop_gradient", "tf.cast")
 )
-ZERO = Explanation(
-  cause="zero gradient",
-  remedy="look for a ReLU that is always off, a saturated activation, or a factor of zero",
-  containing=("relu", "clip_by_value", "* 0", "maximum", "minimum", "round"),
-)
-NOT_FINITE = Explanation(
-  cause="non-finite gradient",
-  remedy="look for log, sqrt, norm or division at 0: add a small number inside, or use "
-  "tf.math.divide_no_nan and losses from logits (tf.nn)",
-  containing=("tf.math.log", "tf.sqrt", "tf.norm", "/ ", "log("),
-)
-PENALTY_TWICE = Explanation(
-  cause="penalty counted twice",
-  remedy="leave them out here: Task.regularization() adds them, once for all replicas",
-)
-NEVER_RUNS = Explanation(
-  cause="gradient that never runs",
-  remedy="use what the function returns, as in x = with_gradient(x): its gradient runs only on the "
-  "way back from there",
-)
-WRONG = Explanation(
-  cause="wrong gradient",
-  remedy="correct the function under tf.custom_gradient, or the operation that passes another "
-  "gradient than its own",
-  containing=("custom_gradient", "py_function"),
-)
+ZERO = Explanation("zero gradient", ("relu", "clip_by_value", "* 0", "maximum", "minimum", "round"))
+NOT_FINITE = Explanation("non-finite gradient", ("tf.math.log", "tf.sqrt", "tf.norm", "/ ", "log("))
+WRONG = Explanation("wrong gradient", ("custom_gradient", "py_function"))
 
 
 @dataclasses.dataclass
@@ -173,7 +136,7 @@ def check(subject: Subject) -> list[Result]:
   ]
   if seen.twice:
     told = "the loss has the losses of the model's layers twice"
-    results.append(GROUP.explained("penalties count once", told, PENALTY_TWICE, seen.twice))
+    results.append(GROUP.failed("penalties count once", told, "penalty counted twice", seen.twice))
   results += _calls(seen)
   if seen.sparse:
     most = max(seen.sparse, key=lambda name: seen.sparse[name])
@@ -404,7 +367,7 @@ def _differences(task: Any, seen: GradientNotes) -> Result:
   name = "finite differences"
   if seen.unused:
     told = "a function with a gradient of its own is called, and nothing uses its result"
-    return GROUP.explained("custom gradients run", told, NEVER_RUNS, seen.unused)
+    return GROUP.failed("custom gradients run", told, "gradient that never runs", seen.unused)
   if seen.wrong and (seen.stops or seen.on_purpose):
     how = "stops gradients" if seen.stops else f"replaces a gradient ({seen.on_purpose})"
     return GROUP.skipped(name, f"{next(iter(seen.wrong))} differs, and the loss {how} on purpose")
@@ -428,7 +391,7 @@ def _in_model(task: Any, outside: Mapping[str, str]) -> Result:
     return GROUP.passed(name, "no other is made")
   told = f"{moves.named(list(outside))}: read by the step, not trained and not saved"
   place = source_lines.qualified(next(iter(outside.values())), task)
-  return GROUP.explained(name, told, OUTSIDE, place)
+  return GROUP.failed(name, told, "variable outside the model", place)
 
 
 def _owned(here: Bench) -> Result:

@@ -38,42 +38,14 @@ LEAKED = 0.01
 COPIED = 0.2
 """So many equal examples are no chance if their numbers are measured; some data have copies."""
 NUMBERS = "preprocess() numbers examples itself"
-RANDOM = Explanation(
-  cause="source() is random",
-  remedy="use np.random.default_rng(seed) with a fixed seed: each worker, each restart and the "
-  "other split call source() again, and must get the same order",
-  containing=("random", "shuffle", "_split("),
-)
-OVERLAP = Explanation(
-  cause="train and eval overlap",
-  remedy="return other examples for source('eval') than for source('train'): split once, with a "
-  "fixed seed, before shuffling or repeating anything",
-  containing=("split ==", "_split(", "random", "shuffle"),
-)
+RANDOM = Explanation("source() is random", ("random", "shuffle", "_split("))
+OVERLAP = Explanation("train and eval overlap", ("split ==", "_split(", "random", "shuffle"))
 IGNORED = dataclasses.replace(OVERLAP, cause="source() ignores the split")
-MIXES = Explanation(
-  cause="preprocess() mixes rows",
-  remedy="treat each row separately: to mix examples, read the others as a further part, "
-  "Sources(main, other=Part(source=...)); count and average once, over the training set",
-  containing=(
+MIXES = Explanation("preprocess() mixes rows", (
     "shuffle", "tf.gather(", "roll", "reverse", "[::-1]", "moments", "unique", "bincount", "sort",
     "reduce_", "tf.size", "[None, :]",
-  ),
-)  # fmt: skip
-BY_BATCH = Explanation(
-  cause=MIXES.cause,
-  remedy="treat each row separately: statistics of the batch depend on its size and on its other "
-  "examples; compute those of the training set once, in the constructor or source()",
-  containing=("reduce_", "moments", "norm", "shuffle"),
-)
-ROWS_OF_FETCH = (
-  "row i of what fetch(indices) returns must be example indices[i], in any order of indices: if "
-  "the format needs them sorted, sort back; augment in preprocess(), with batch['seed']"
-)
-EVERY_ROW = (
-  "return every row of the batch once, with its own example_id; to draw examples more often, give "
-  "them a larger weight, or list them several times in the source"
-)
+  ))  # fmt: skip
+BY_BATCH = Explanation(MIXES.cause, ("reduce_", "moments", "norm", "shuffle"))
 SEEDS = ('["seed"][0]', "['seed'][0]", '["seed"][:1]', '["seed"], axis=0')
 
 
@@ -177,7 +149,7 @@ class Reading:
     told += " alone than among others" if repeated else " each time"
     cause = "fetch() mixes up its rows" if repeated else "fetch() is random"
     place = source_lines.find(source, "fetch", containing=("sort", "random", "unique"))
-    return GROUP.failed(name, told, cause, ROWS_OF_FETCH, place)
+    return GROUP.failed(name, told, cause, place)
 
   def overlap(self) -> Result:
     """Finds evaluation examples that are also in training, by content."""
@@ -241,7 +213,7 @@ class Reading:
     words = ("gather", "shuffle", "range(", "choice")
     place = source_lines.find(self.task, *PREPROCESS, containing=words)
     found = f"in an epoch, {', '.join(told)}" if epoch else ", ".join(told)
-    return GROUP.failed(name, found, cause, EVERY_ROW, place)
+    return GROUP.failed(name, found, cause, place)
 
   def _as_shared_out(self, name: str, mixture: Mixture) -> Result | None:
     """Returns that a mixture's examples are those of the first positions; None if they are not."""
@@ -265,10 +237,9 @@ class Reading:
       if not np.array_equal(np.concatenate(ids), whole["example_id"]):
         told = f"of a batch of examples {_some(whole['example_id'])}, {workers} workers make "
         told += " and ".join(_some(each) for each in ids)
-        remedy = "keep batch['example_id'] and the rows as they are: each worker makes only its "
         words = ("example_id", "range(", "gather")
         place = source_lines.find(self.task, *PREPROCESS, containing=words)
-        return GROUP.failed(name, told, NUMBERS, f"{remedy}own rows", place)
+        return GROUP.failed(name, told, NUMBERS, place)
       joined = {key: np.concatenate([part[key] for part in parts]) for key in whole}
       mixed = mixed or survey.apart(joined, whole, tolerance=1e-5)
     if not mixed:
@@ -294,7 +265,7 @@ class Reading:
       told = f"{found[0] if found else mixed!r} of an example depends on {of}"
       place = source_lines.mention(self.task, *SEEDS)
       place = place or random_draws.place(self.task, watched.draws, PREPROCESS, ("seed",))
-      return GROUP.failed(name, told, augmentation.ONE_SEED, augmentation.EACH, place)
+      return GROUP.failed(name, told, augmentation.ONE_SEED, place)
     told = f"each example id once; {mixed!r} depends on the other rows of a worker"
     return GROUP.passed(name, told)
 
@@ -322,10 +293,9 @@ class Reading:
       return
     if different := survey.apart(once, twice) or survey.apart(once, later):
       told = f"{different!r} differs when the same {size} examples are read again"
-      remedy = "augment only `if training:`; what is random must come from batch['seed']"
       words = ("random", "augment", "flip", "noise")
       place = source_lines.find(self.task, "preprocess", containing=words)
-      yield GROUP.failed(name, told, augmentation.IN_EVALUATION, remedy, place)
+      yield GROUP.failed(name, told, augmentation.IN_EVALUATION, place)
       return
     yield GROUP.passed(name, f"{size} examples, bit for bit")
     yield self._any_batch_size(self.preprocess, rows, once)

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from loopwright.task import Task
+from loopwright.tools.verify import causes
 from loopwright.tools.verify.bench import source_lines
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.report import Group, Result
@@ -31,10 +32,6 @@ LATE = 10_000
 """A step number at which a loss that changes with the step has its final form."""
 EXPLODES, LOST = 5.0, 1e6
 """A loss that grows so many times is noted, and fails."""
-SUSPECTS = (
-  "look for a loss with the wrong sign, outputs that do not reach the loss, activations in place "
-  "of logits, labels of other examples"
-)
 
 
 def check(subject: Subject) -> list[Result]:
@@ -86,19 +83,17 @@ def _chance(task: Task, loss: float) -> Result:
   low, high = (factor * chance for factor in NEAR_CHANCE)
   if low <= loss <= high:
     return GROUP.passed(name, detail)
-  remedy = "too high: scale the inputs, or make the first outputs small; too low: the label may be "
-  remedy += "among the inputs, or the loss is not a sum over examples"
   place = source_lines.find(task, "loss", "forward", "preprocess")
-  return GROUP.failed(name, detail, "far from chance at the start", remedy, place)
+  return GROUP.failed(name, detail, "far from chance at the start", place)
 
 
 def _own_optimizer(losses: Sequence[float]) -> Result:
   """Checks that a loss is still a number after a few steps of the config's optimizer."""
   losses = losses[-OWN_STEPS:]
   name, detail = "own optimizer", f"{losses[0]:.4g} > {losses[-1]:.4g} in {OWN_STEPS} steps"
-  remedy = "lower the optimizer's learning rate, warm it up, or set Trainer.clip_norm"
   if math.isfinite(losses[0]) and not losses[-1] < LOST * max(losses[0], 1.0):
-    return GROUP.failed(name, detail, "learning rate too high", remedy)
+    return GROUP.failed(name, detail, "learning rate too high")
+  remedy = causes.remedy("learning rate too high", GROUP.name)
   hint = f"; if a loss must not grow here, {remedy}" if _grows(losses) else ""
   return GROUP.passed(name, detail + hint)
 
@@ -127,11 +122,11 @@ def _by_heart(subject: Subject, batch: Rows, others: Sequence[Rows]) -> Result:
     pairs = zip(began, here.read(), here.trainable, strict=True)
     moves = moves or any(used and not np.array_equal(a, b) for a, b, used in pairs)
     told.append(f"{start:.4g} > {end:.4g}")
-  detail = f"{count}: {' and '.join(told)}"
+  detail, cause = f"{count}: {' and '.join(told)}", "cannot learn one batch"
+  remedy = causes.remedy(cause, GROUP.name)
   if moves:
-    return GROUP.passed(name, f"{detail}; if this loss has no floor, {SUSPECTS}")
-  remedy = f"no weight moves: {SUSPECTS}"
-  return GROUP.failed(name, detail, "cannot learn one batch", remedy)
+    return GROUP.passed(name, f"{detail}; if this loss has no floor, {remedy}")
+  return GROUP.failed(name, f"{detail}; no weight moves", cause)
 
 
 def _made(subject: Subject, others: Sequence[Rows], **options: Any) -> Bench:

@@ -26,10 +26,6 @@ GROUP = Group("lengths")
 NAMES = ("same evaluation if padded further", "same step if padded further", "contents of padding")
 EVALUATION, STEP, CONTENTS = NAMES
 CAUSE = "padding counts inside a row"
-REMEDY = (
-  "mask what is padded wherever positions are added up, averaged, compared or attended to: "
-  "tf.sequence_mask(lengths, size), a mask among the features, or mask_zero=True"
-)
 REFUSED = (ConfigError, ValueError, TypeError, KeyError, tf.errors.InvalidArgumentError)
 TOLERANCE = 1e-3
 METHODS = ("forward", "loss", "metrics", "build_model")
@@ -124,7 +120,7 @@ class Lengths:
     with contextlib.suppress(Exception):
       place = place or self._place(*compared)
     place = place or source_lines.find(self.task, *METHODS, containing=WORDS)
-    return GROUP.failed(name, detail, CAUSE, REMEDY, place)
+    return GROUP.failed(name, detail, CAUSE, place)
 
   def _place(self, *compared: Values) -> str:
     """Returns the first line that makes one number of all positions, from both graphs.

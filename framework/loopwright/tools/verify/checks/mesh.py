@@ -31,62 +31,27 @@ RUNS, UPDATE, STATE, METRICS, NOISE, OWN = (
   "runs on the mesh", "same update on the mesh", "same state on the mesh",
   "same metrics on the mesh", "same random numbers on the mesh", "same weights after 4 steps",
 )  # fmt: skip
-WHOLE = "on a mesh the step sees the whole batch, and sums are over all rows"
-CRASH = Explanation(
-  cause="operation that ends the process on a mesh",
-  remedy="write tf.expand_dims(x, 1) for x[:, None], and tf.broadcast_to around a scalar condition "
-  "of tf.where",
-)
-NO_RULE = Explanation(
-  cause="operation that cannot be split",
-  remedy="write it with other operations; docs/large-models.md lists some that cannot be split",
-)
+CRASH = Explanation("operation that ends the process on a mesh")
+NO_RULE = Explanation("operation that cannot be split")
 FACTOR = Explanation(
-  cause="scaled by the size of the mesh",
-  remedy=f"{WHOLE}: leave the number of devices out",
-  containing=("row_shares", "mesh", "num_devices", "dim_size", "shares", "devices"),
+  "scaled by the size of the mesh",
+  ("row_shares", "mesh", "num_devices", "dim_size", "shares", "devices"),
 )
 ONE_PART = Explanation(
-  cause="rows of one part only",
-  remedy=f"{WHOLE}: do not take a part of the rows",
-  containing=("[:", ": tf.shape", "tf.slice", "tf.split", "shares", "mesh"),
+  "rows of one part only", ("[:", ": tf.shape", "tf.slice", "tf.split", "shares", "mesh")
 )
-LOST = Explanation(
-  cause="update lost on the mesh",
-  remedy="assign a new value, by variable.assign(...) or step.apply: TensorFlow 2.20 can lose an "
-  "update in place of a split variable",
-  containing=("raw_ops", "assign_sub", "assign_add", "scatter"),
-)
+LOST = Explanation("update lost on the mesh", ("raw_ops", "assign_sub", "assign_add", "scatter"))
 OF_PARTS = Explanation(
-  cause="computed for each part alone",
-  remedy=f"{WHOLE}: take means and other statistics over all rows",
-  containing=("tf.reshape", "tf.split", "reduce_mean", "moments", "shares", "mesh"),
+  "computed for each part alone",
+  ("tf.reshape", "tf.split", "reduce_mean", "moments", "shares", "mesh"),
 )
-PENALTY = Explanation(
-  cause="regularisation counted for each device",
-  remedy="return the penalty from Task.regularization(), or use loss.plus_regularization(penalty), "
-  "once",
-  containing=known.REGULARISATION.containing,
-)
+PENALTY = Explanation("regularisation counted for each device", known.REGULARISATION.containing)
 NUMBERS = Explanation(
-  cause="random numbers that depend on the mesh",
-  remedy="draw for the whole batch, with Keras layers or tf.random.stateless_* and step.seed()",
-  containing=("tf.random.", "tf.tile", "tf.repeat"),
+  "random numbers that depend on the mesh", ("tf.random.", "tf.tile", "tf.repeat")
 )
-PART_STATE = Explanation(
-  cause="state of one part only",
-  remedy=f"{WHOLE}: compute state from all rows",
-  containing=(".assign",),
-)
-PART_METRIC = Explanation(
-  cause="metric of one part only",
-  remedy=f"{WHOLE}: return sums over all rows, as weighted_sum does",
-  containing=("weighted_sum", "[:", "reduce_mean"),
-)
-UNKNOWN = Explanation(
-  cause="unknown",
-  remedy="no known mistake predicts this update; make layouts empty, then add one after the other",
-)
+PART_STATE = Explanation("state of one part only", (".assign",))
+PART_METRIC = Explanation("metric of one part only", ("weighted_sum", "[:", "reduce_mean"))
+UNKNOWN = Explanation("unknown")
 
 
 def check(subject: Subject) -> list[Result]:

@@ -13,30 +13,9 @@ from loopwright.graphs.aliases import Gradient, Variable
 from loopwright.models import models
 from loopwright.tools.verify.bench import layer_calls, loss_graph, source_lines
 from loopwright.tools.verify.bench.bench import Bench
-from loopwright.tools.verify.report import Explanation, Group, Result
+from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("gradients")
-TWICE = Explanation(
-  cause="variable that two optimizers move",
-  remedy="leave it out in variables_of() of one of them, or add up their losses and update it "
-  "once; two optimizers that take turns say so, by when=",
-)
-TRAINED = Explanation(
-  cause="average that is trained too",
-  remedy="leave it out in variables_of(), or set trainable=False of its layers, and take its "
-  "outputs through tf.stop_gradient: a momentum encoder or a target only follows",
-)
-
-LOST = Explanation(
-  cause="a mask that is lost",
-  remedy="set self.supports_masking = True in the layer that loses it, or give the mask to the "
-  "later one, as in pool(x, mask=words.compute_mask(ids)): else padding counts as words do",
-)
-LEFT_OUT = Explanation(
-  cause="average that leaves out variables",
-  remedy="follow all weights of the network, also what batch normalisation keeps: zip("
-  "slow.weights, fast.weights)",
-)
 
 
 class Moves:
@@ -72,14 +51,16 @@ class Moves:
     for name, owners in self._by.items():
       if len(owners) > 1:
         told = f"{name} has a gradient in each step of {' and of '.join(map(repr, owners))}"
-        yield GROUP.explained("one optimizer moves a variable", told, TWICE)
+        yield GROUP.failed(
+          "one optimizer moves a variable", told, "variable that two optimizers move"
+        )
         break
     for slow, fast in ((s, f) for s, others in self._follows.items() for f in others):
       mutual = slow in self._follows.get(fast, {})
       if slow in self._by and fast in self._by and not mutual:
         told = f"{slow} follows {fast}, and an optimizer moves it too, by the gradient of a loss"
         place = self._follows[slow][fast]
-        yield GROUP.explained("averages are not trained", told, TRAINED, place)
+        yield GROUP.failed("averages are not trained", told, "average that is trained too", place)
         break
 
 
@@ -103,8 +84,6 @@ def still(here: Bench, noisy: Mapping[str, str], changed: Set[str]) -> Result:
       return GROUP.failed(
         name, f"no step changes {part}, but its {', '.join(layers)} draws for each loss",
         cause="training mode of what is never trained", place=noisy[part],
-        remedy=f"call {part} with training=False, as in evaluation: its outputs are targets, and "
-        "must not differ from step to step",
       )  # fmt: skip
   return GROUP.passed(name, "no part of the model that stays as it is draws for the loss")
 
@@ -125,7 +104,9 @@ def follow(here: Bench, changed: Set[str]) -> Result:
       names = named([models.name(one) for one, _ in left])
       told = f"{names} stays as it is, but {models.name(left[0][1])} moves, and a step "
       place = source_lines.mention(here.task, "step.assign", ".assign")
-      return GROUP.explained(name, f"{told}sets the others", LEFT_OUT, place)
+      return GROUP.failed(
+        name, f"{told}sets the others", "average that leaves out variables", place
+      )
   return GROUP.passed(name, "no network follows a part of another")
 
 
@@ -135,7 +116,7 @@ def masks(lost: tuple[str, str, str] | None) -> list[Result]:
     return []
   first, later, place = lost
   told = f"{first} gets a mask and passes none on; {later} gives another result with it"
-  return [GROUP.explained("masks reach the layers that use them", told, LOST, place)]
+  return [GROUP.failed("masks reach the layers that use them", told, "a mask that is lost", place)]
 
 
 def owned_ids(here: Bench) -> set[int]:

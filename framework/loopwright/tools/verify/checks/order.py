@@ -18,15 +18,7 @@ from loopwright.tools.verify.report import Explanation, Group, Result
 
 GROUP = Group("order")
 FOLLOWED = "what assignments follow"
-STILL = Explanation(
-  cause="average of what never changes",
-  remedy="follow the weights that an optimizer updates: 0.99 * slow + 0.01 * trained",
-)
-LIMITED = Explanation(
-  cause="clipped while scaled",
-  remedy="clip after step.unscale: before it, gradients are sums over all examples, times the loss "
-  "scale",
-)
+LIMITED = Explanation("clipped while scaled")
 LOCAL = {"assign": known.LOCAL_STATE, "apply": known.LOCAL_UPDATE, "unscale": known.LOCAL_WEIGHT}
 Mistake: TypeAlias = tuple[Explanation, Call]
 
@@ -72,7 +64,7 @@ def _followed(calls: Sequence[Call]) -> list[Result]:
   early, idle = ([c for c in assigned if getattr(c, which)] for which in ("early", "idle"))
   if idle:
     told = f"{idle[0].what} is computed only from itself and what no step changes"
-    return [GROUP.explained(FOLLOWED, told, STILL, idle[0].place)]
+    return [GROUP.failed(FOLLOWED, told, "average of what never changes", idle[0].place)]
   detail = f"{len(assigned)} variables, none follows weights that the step updates afterwards"
   if early:
     first = early[0]
@@ -105,8 +97,8 @@ def mistakes(calls: Sequence[Call]) -> Iterator[Mistake]:
       yield LOCAL.get(call.verb, known.LOCAL_CONDITION), call
     if call.verb == "all_reduce" and call.clipped:
       yield known.CLIPPED_FIRST, call
-    if call.verb == "all_reduce" and call.reduced:
-      yield _twice("call step.all_reduce once for each step.gradients"), call
+    if call.verb in ("all_reduce", OWN) and call.reduced:
+      yield known.TWICE, call
     elif call.verb == "perturbed" and call.raw:
       yield known.LOCAL_OFFSETS, call
     elif call.verb == "clip" and call.raw:
@@ -116,10 +108,7 @@ def mistakes(calls: Sequence[Call]) -> Iterator[Mistake]:
     elif call.verb == "apply" and call.raw:
       yield known.NEVER_REDUCED, call
     elif call.verb == "apply" and call.communications:
-      yield _twice("step.apply does not reduce, and your own optimizer must not either"), call
-    elif call.verb == OWN and call.reduced:
-      again = "something communicates after step.all_reduce: the optimizer's apply() reduces again"
-      yield _twice(again), call
+      yield known.TWICE, call
 
 
 def scaled(subject: Subject, calls: Sequence[Call]) -> Mistake | None:
@@ -150,7 +139,3 @@ def _update(subject: Subject, replicas: int, scale: Any) -> tuple[np.ndarray, bo
   outcome = here.step(weighted(subject.rows(here.task, rows)))
   updates = zip(outcome.update(), here.trainable, strict=True)
   return np.concatenate([update.ravel() for update, used in updates if used]), has_scale
-
-
-def _twice(remedy: str) -> Explanation:
-  return Explanation(cause=known.TWICE.cause, remedy=remedy)

@@ -25,10 +25,6 @@ from loopwright.tools.verify.report import Explanation, Group, Result
 GROUP = Group("replicas")
 SAME, OVERFLOW = "same weights after 4 steps", "overflow on one replica"
 LATER = "same rates and updates later on"
-OWN_CHECK = Explanation(
-  cause=known.CHECKED_FIRST.cause,
-  remedy="decide by step.check of the reduced gradients, which is the same on every replica",
-)
 NUMBERS = (5, 6, 7, *(2**k for k in range(3, 20)))
 """Numbers of the steps that run."""
 RATE_NUMBERS = tuple(sorted({round(1.25**k) for k in range(62)}))
@@ -36,12 +32,9 @@ RATE_NUMBERS = tuple(sorted({round(1.25**k) for k in range(62)}))
 _TENSORFLOW = tf.__file__.rpartition("/")[0]
 Rates = dict[str, list[float]]
 LOCAL_EPOCHS = Explanation(
-  cause="epochs counted in local batches",
-  remedy="count examples by the global batch, run.global_batch_size for each step, whatever the "
-  "replicas; the shape of batch['x'] in a step, and a division by num_replicas_in_sync, are those "
-  "of one replica",
-  containing=("num_replicas", "per_replica", "].shape[0]", "len(batch", "tf.shape(batch", "epoch",
-              "step.number", '"step"'),
+  "epochs counted in local batches",
+  ("num_replicas", "per_replica", "].shape[0]", "len(batch", "tf.shape(batch", "epoch",
+   "step.number", '"step"'),
 )  # fmt: skip
 Options = dict[str, dict[str, Any]]
 """What is switched on -> its options of `Trainer`."""
@@ -164,7 +157,7 @@ def _overflow(of: Comparison, skips: Mapping[int, tuple[Outcome, list[bool]]]) -
     return GROUP.explained(OVERFLOW, told, mistake[0], mistake[1].place)
   words = ("is_finite", "check(", "apply(")
   return GROUP.explained(
-    OVERFLOW, told, OWN_CHECK, source_lines.find(of.task, *METHODS, containing=words)
+    OVERFLOW, told, known.CHECKED_FIRST, source_lines.find(of.task, *METHODS, containing=words)
   )
 
 

@@ -21,6 +21,7 @@ from loopwright.host import failures
 from loopwright.models import models
 from loopwright.optimizers import loss_scale
 from loopwright.task import Task
+from loopwright.tools.verify import causes
 from loopwright.tools.verify.bench import bench, recorded_step, shared_noise
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject, under
 from loopwright.tools.verify.bench.recorded_step import Operation
@@ -135,8 +136,9 @@ class HalfGradient:
     elif not self.asked:
       yield self._would_fail(told, values)
     else:
-      cause, remedy, place = self._explained(taken)
-      yield GROUP.failed(self.check, told, cause, remedy, place, values=values)
+      cause, place, scale = self._explained(taken)
+      remedy = causes.remedy(cause, GROUP.name).format(scale)
+      yield GROUP.failed(self.check, told, cause, place, remedy, values=values)
 
   def _settled(self, here: Bench) -> GradientStep:
     """Returns the first step that a dynamic scale does not skip; otherwise the last one tried."""
@@ -174,23 +176,23 @@ class HalfGradient:
   # ---- Why ----
 
   def _explained(self, taken: GradientStep) -> tuple[str, str, str]:
+    """Returns (cause, place, a loss scale that would do)."""
     dtype = tf.as_dtype(self.dtype).as_numpy_dtype
     seen = [op for op in self._watched() if any(value.dtype == dtype for value in op.values)]
     if taken.skipped and not np.isfinite(taken.loss):
       first = next((op for op in seen if not _finite(op, dtype)), None)
       cause = A_SUM if first and first.kind in SUMS else OVERFLOW
       cause = SMALL if first and first.kind in DIVISIONS else cause
-      return cause, _REMEDIES[cause], first.place if first else ""
+      return cause, first.place if first else "", ""
     if taken.skipped:
-      return TOO_LARGE, _REMEDIES[TOO_LARGE], ""
+      return TOO_LARGE, "", ""
     if helped := self._larger_scale(taken.scale):
-      return TOO_SMALL, _REMEDIES[TOO_SMALL].format(f"{helped:g}"), ""
+      return TOO_SMALL, "", f"{helped:g}"
     if sums := [op for op in seen if op.kind in SUMS and _summed(op, dtype) >= _MANY]:
-      return A_SUM, _REMEDIES[A_SUM], sums[0].place
+      return A_SUM, sums[0].place, ""
     if logarithms := [op for op in seen if op.kind in LOGARITHMS]:
-      return LOGARITHM, _REMEDIES[LOGARITHM], logarithms[0].place
-    remedy = "compute parts of the model in float32, Layer(dtype='float32'), to find it"
-    return "unknown", remedy, ""
+      return LOGARITHM, logarithms[0].place, ""
+    return "unknown", "", ""
 
   def _larger_scale(self, scale: float) -> float | None:
     if self.dtype != "float16":
@@ -219,7 +221,7 @@ class HalfGradient:
     if not self.asked:
       return self._would_fail(line)
     place = found[1] if (found := _PLACE.search(line)) else ""
-    return GROUP.failed(self.check, line, MIXED, _REMEDIES[MIXED], place)
+    return GROUP.failed(self.check, line, MIXED, place)
 
   def _would_fail(self, told: str, values: dict[str, Any] | None = None) -> Result:
     why = f"run.precision is {self.subject.precision}; it would fail: {told}"
@@ -233,18 +235,6 @@ OVERFLOW, SMALL = "overflow in the forward pass", "underflow in the forward pass
 A_SUM, LOGARITHM = "a sum in half precision", "a logarithm in half precision"
 TOO_SMALL, TOO_LARGE = "loss scale too small", "loss scale too large"
 MIXED = "float32 and half precision mixed"
-_REMEDIES = {
-  MIXED: "cast where they meet: tf.cast(outputs, tf.float32) before the loss, "
-  "tf.cast(x, layer.compute_dtype) before a layer's own arithmetic",
-  OVERFLOW: "the largest float16 is 65504: scale the values down, or compute this in float32 "
-  "(tf.cast, Layer(dtype='float32')), or use mixed_bfloat16",
-  SMALL: "float16 rounds values below 6e-8 to zero, such as an epsilon of 1e-8 or the square of "
-  "1e-4; before a division or a logarithm, compute in float32",
-  A_SUM: "sum in float32: tf.reduce_mean(tf.cast(x, tf.float32)); Loss.from_examples does",
-  LOGARITHM: "make the last layer float32, Dense(classes, dtype='float32'), and so the losses",
-  TOO_SMALL: "use the default of Trainer.loss_scale, @dynamic(), or a scale of at least {0}",
-  TOO_LARGE: "use the default of Trainer.loss_scale, @dynamic(), which finds its own level",
-}
 
 
 def _summed(operation: Operation, dtype: type) -> int:

@@ -21,7 +21,7 @@ from loopwright.models import models
 from loopwright.tools.verify.bench import bench, layer_calls, random_draws, source_lines, survey
 from loopwright.tools.verify.bench.bench import Bench, Outcome, Rows, Subject, numbers
 from loopwright.tools.verify.bench.explanations import fits
-from loopwright.tools.verify.bench.random_draws import FIXED, FROZEN, ONCE, STATEFUL, Draw
+from loopwright.tools.verify.bench.random_draws import FIXED, FROZEN, STATEFUL, Draw
 from loopwright.tools.verify.checks import augmentation
 from loopwright.tools.verify.report import Explanation, Group, Result
 
@@ -33,30 +33,13 @@ REPEATS, STEPS, REPLICAS = (
   "repeats with the seed", "differs between steps", "differs between replicas",
 )  # fmt: skip
 MIXED = Explanation(
-  cause="examples that depend on one another",
-  remedy="a random order of a replica's own rows mixes in other examples on N replicas, and "
-  "padding; mix with a further part, Sources(main, other=Part(source=...)), or with "
-  "step.all_gather and an order that is equal on all replicas",
-  containing=("shuffle", "tf.gather(", "permutation", "roll"),
+  "examples that depend on one another", ("shuffle", "tf.gather(", "permutation", "roll")
 )
 TRAINING = Explanation(
-  cause="layer called without training",
-  remedy="pass training on: self.model(x, training=training); without it, Keras layers behave as "
-  "in evaluation",
-  containing=("self.model(", "self.model[", "training=False"),
+  "layer called without training", ("self.model(", "self.model[", "training=False")
 )
-STATELESS = (
-  "use Keras layers, or tf.random.stateless_* with step.seed(): ops with their own state give "
-  "other numbers after a restart"
-)
-DROPOUT = (
-  "dropout active in evaluation",
-  "pass training on, which is False in eval_step(): self.model(x, training=training)",
-)
-UNSTEADY = (
-  "evaluation depends on something else than its batch",
-  "it draws no random numbers: look for a variable that it changes, a counter, a file or the time",
-)
+DROPOUT = "dropout active in evaluation"
+UNSTEADY = "evaluation depends on something else than its batch"
 
 
 def check(subject: Subject) -> list[Result]:
@@ -126,19 +109,17 @@ class Steps:
     found = self.watched.stateful
     told = f"the same step again gives another update{random_draws.listed(found)}"
     place = self._place(found, "tf.random.", "tf.nn.dropout", "np.random", "random.")
-    return GROUP.failed(REPEATS, told, STATEFUL, STATELESS, place)
+    return GROUP.failed(REPEATS, told, STATEFUL, place)
 
   def _between_steps(self) -> Result:
     if self.watched.in_python:
       told = "numbers were drawn in Python while the step was traced: they never change again"
-      remedy = f"{ONCE}use tf.random.stateless_* with step.seed()"
       place = self._place([], "np.random", "default_rng", "random.")
-      return GROUP.failed(STEPS, told, FROZEN, remedy, place)
+      return GROUP.failed(STEPS, told, FROZEN, place)
     fixed = self.watched.fixed(self.rows)
     if fixed and (not self.by_step or self.watched.all_fixed):
       told = f"steps draw the same numbers{random_draws.listed(fixed)}"
-      remedy = "use Keras layers, or step.seed(), which is new in each step"
-      return GROUP.failed(STEPS, told, FIXED, remedy, self._place(fixed, "seed=", "stateless_"))
+      return GROUP.failed(STEPS, told, FIXED, self._place(fixed, "seed=", "stateless_"))
     if not self.by_step:
       return GROUP.skipped(STEPS, "the random numbers do not change the update")
     told = "the next step, from the same weights on the same rows, gives another"
@@ -155,10 +136,9 @@ class Steps:
     if not self._for_rows() or self._as_on_one():
       return GROUP.skipped(REPLICAS, "no numbers are drawn for each row")
     told = "two replicas draw the same numbers on their rows"
-    remedy = "use Keras layers, or step.seed(), which also depends on the replica"
     own = [draw for draw in self.watched.draws if not draw.by_keras]
     place = self._place(own, "seed", "stateless_")
-    return GROUP.failed(REPLICAS, told, "a seed without the replica", remedy, place)
+    return GROUP.failed(REPLICAS, told, "a seed without the replica", place)
 
   def _as_on_one(self) -> bool:
     """Whether one replica, on the rows of both, makes the same update: what is drawn is shared."""
@@ -265,13 +245,13 @@ class Steps:
     key = different[0]
     stateful = [draw for draw in watched.stateful if not draw.by_keras]
     by_layer = any(draw.by_keras for draw in watched.draws)
-    own = (STATEFUL, STATELESS) if watched.draws else UNSTEADY
+    own = STATEFUL if watched.draws else UNSTEADY
     found = DROPOUT if by_layer or (self._random_layers and not stateful) else own
     words = (".assign", "time.") if found is UNSTEADY else ("training=True", "dropout")
     drawn, methods = stateful or watched.draws, ("forward", "eval_step")
     place = random_draws.place(self.task, drawn, methods, words)
     told = f"{key} is {once[key]:.6g}, and {twice[key]:.6g} for the same batch again"
-    return GROUP.failed(name, told, *found, place)
+    return GROUP.failed(name, told, found, place)
 
   def _step(
     self, step: int, *, apart: bool = True, moved: int = 0, batch: Rows | None = None

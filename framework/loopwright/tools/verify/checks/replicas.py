@@ -28,11 +28,6 @@ from loopwright.tools.verify.report import Explanation, Group, Result
 
 GROUP = Group("replicas")
 RESULTS = ("result(", "reduce_mean", "log(")
-IN_REPLICA = Explanation(
-  cause="metric read in replica context",
-  remedy="return sums over this replica's examples, (total, weight), as weighted_sum does; the "
-  "framework computes results and means over all replicas",
-)
 
 
 def check(subject: Subject) -> list[Result]:
@@ -101,9 +96,9 @@ def _metrics(of: Comparison, name: str, wrong: Mapping[str, str]) -> Result:
     return GROUP.passed(name, ", ".join(sorted(of.reference["full batch"].metrics)))
   case, detail = next(iter(wrong.items()))
   if place := _ranked(of, wrong):
-    return GROUP.explained(name, f"{case}: {detail}", known.RANKED, place)
+    return GROUP.explained(name, f"{case}: {detail}", known.COUPLED, place)
   place = source_lines.find(of.task, "metrics", "train_step", containing=RESULTS)
-  return GROUP.explained(name, f"{case}: {detail}", IN_REPLICA, place)
+  return GROUP.failed(name, f"{case}: {detail}", "metric read in replica context", place)
 
 
 def _ranked(of: Comparison, wrong: Mapping[str, str]) -> str:
@@ -150,10 +145,11 @@ def _explain(
     if weight
   ):
     return known.NEVER_REDUCED, ""
-  if any(models.locally_normalised(of.task.model)):
+  micro_batches = of.subject.accumulation_steps > 1
+  if any(models.locally_normalised(of.task.model)) or (
+    micro_batches and layer_calls.normalisations(of.task.model)
+  ):
     return known.BATCH_NORM, ""
-  if of.subject.accumulation_steps > 1 and layer_calls.normalisations(of.task.model):
-    return known.MICRO_BATCH_NORM, ""
   for explanation, predict in PREDICTIONS:
     if all(fits(seen[case], predict(whole[case], parts[case])) for case in seen):
       by_factor = explanation in (known.TWICE, known.LOCAL_BATCH) and not mistake

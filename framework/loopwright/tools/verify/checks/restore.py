@@ -53,49 +53,15 @@ def check(subject: Subject) -> list[Result]:
     return list(Resumption(subject, folder).results())
 
 
-UNKNOWN = Explanation(
-  cause="unknown",
-  remedy="the step reads something that is neither in the checkpoint nor in the task, such as a "
-  "global variable or a file",
-  containing=("def train_step", "def loss", "def forward"),
-)
-LATE = Explanation(
-  cause="variables created late",
-  remedy="build them in build_model(): give the model an Input, or call it once there",
-  containing=("def build_model",),
-)
+UNKNOWN = Explanation("unknown", ("def train_step", "def loss", "def forward"))
+LATE = Explanation("variables created late", ("def build_model",))
 REBUILT = Explanation(
-  cause="model differs between builds",
-  remedy="take what decides shapes (a vocabulary, a width) from the config or a file, in a fixed "
-  "order: sort sets, seed random numbers",
-  containing=("random", "set(", "hash(", "listdir", "glob", "time", "def build_model"),
+  "model differs between builds",
+  ("random", "set(", "hash(", "listdir", "glob", "time", "def build_model"),
 )
-REMADE = Explanation(
-  cause="task differs between builds",
-  remedy="make it from constants or by a generator with a fixed seed, or keep it in a variable of "
-  "the model",
-)
-PER_REPLICA = Explanation(
-  cause="per-replica value",
-  remedy="what all replicas share needs aggregation=ONLY_FIRST_REPLICA or SUM and no "
-  "synchronization=ON_READ; of an ON_READ variable a checkpoint holds only the sum, which "
-  "integers cannot be divided from",
-  containing=("ON_READ", "aggregation"),
-)
-BY_INDEX = (
-  "a source is read by index: fetch(indices) must return examples that depend only on their index; "
-  "augment with batch['seed'] and tf.random.stateless_* or tf.image.stateless_*"
-)
-REMEDIES = {
-  "variable": "keep it in the model: return {{'network': ..., '{0}': variable}} from "
-  "build_model(); only what the model holds is saved",
-  "random generator": "draw with tf.random.stateless_* and step.seed() (in preprocess with "
-  "batch['seed']), which need no state",
-  "metric": "return sums from Task.metrics(), such as weighted_sum(hits, batch['weight']); the "
-  "framework adds them up over steps and replicas",
-  "Python value": "a checkpoint holds no Python values: keep '{0}' as a tf.Variable in the model, "
-  "or compute it from the step",
-}
+PER_REPLICA = Explanation("per-replica value", ("ON_READ", "aggregation"))
+KINDS = ("variable", "random generator", "metric", "Python value")
+"""Of state, the likelier mistake first."""
 
 
 class Resumption:
@@ -159,7 +125,7 @@ class Resumption:
     owners = (task, main_source(task.source("train")))
     places = [source_lines.mention(owner, *random) for owner in owners]
     places.append(source_lines.mention(task, "def preprocess", "def source"))
-    return GROUP.failed(NEXT_BATCH, told, cause, BY_INDEX, next(filter(None, places), ""))
+    return GROUP.failed(NEXT_BATCH, told, cause, next(filter(None, places), ""))
 
   # ---- One step ----
 
@@ -199,7 +165,6 @@ class Resumption:
       told = f"{name}{others} has another value, and is in no checkpoint"
       return GROUP.failed(
         SAME_STEP, told + (f"; {seen}" if seen else ""), f"{first.kind} outside the checkpoint",
-        REMEDIES[first.kind].format(first.attribute),
         source_lines.change(first.owner, first.attribute), values={"outside": sorted(lost)},
       )  # fmt: skip
     if not differing:
@@ -219,11 +184,11 @@ class Resumption:
     random = [op for op in whole.operations() if random_draws.is_stateful(op.type)]
     if not whole.drew and not random:
       return _explained(seen, UNKNOWN, task)
-    cause, remedy = "random generator outside the checkpoint", REMEDIES["random generator"]
+    cause = "random generator outside the checkpoint"
     place = source_lines.mention(task, "np.random", "random.", "numpy_function", "py_function")
     if random:
       cause, place = random_draws.STATEFUL, source_lines.of_operation(random[0], task)
-    return GROUP.failed(SAME_STEP, seen, cause, remedy, place)
+    return GROUP.failed(SAME_STEP, seen, cause, place)
 
   # ---- Strategies ----
 
@@ -272,7 +237,9 @@ def _explained(detail: str, why: Explanation, task: Task) -> Result:
 def _made_otherwise(check: str, name: str, held: Held, seen: str) -> Result:
   told = f"{name} differs each time that the task is made; {seen}"
   words = (f"self.{held.attribute} =", f"self.{held.attribute}")
-  return GROUP.explained(check, told, REMADE, source_lines.mention(held.owner, *words))
+  return GROUP.failed(
+    check, told, "task differs between builds", source_lines.mention(held.owner, *words)
+  )
 
 
 def _across_failed(task: Task, one: str, other: str, found: str) -> Result:
@@ -452,8 +419,7 @@ def _lost(
     before = traced.get(name)
     if before is None or before.value != mine.value:
       found[name] = mine
-  order = list(REMEDIES)
-  return dict(sorted(found.items(), key=lambda item: order.index(item[1].kind)))
+  return dict(sorted(found.items(), key=lambda item: KINDS.index(item[1].kind)))
 
 
 def _unlike_task(one: Task, other: Task) -> tuple[str, Held] | None:

@@ -19,49 +19,14 @@ from loopwright.tools.verify.bench import documents, longer_rows, per_token
 from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.documents import Sequences
 from loopwright.tools.verify.bench.per_token import PerToken, moved
-from loopwright.tools.verify.report import Explanation, Group, Result
+from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("sequences")
 APART, ORDER, LATER = "documents apart", "order of documents", "no token sees later ones"
 LABELS, PADDING, SUMS = "labels are the next tokens", "padding does not count", "sums over tokens"
 NAMES = (APART, ORDER, LATER, LABELS, PADDING, SUMS)
-SEEN = Explanation(
-  cause="documents see one another",
-  remedy="let each token see its own document only: loopwright.attention_mask(batch['segment']) "
-  "for every layer that mixes tokens, and state that begins anew",
-)
-NO_RESTART = Explanation(
-  cause="positions do not restart",
-  remedy="count positions from 0 in each document, such as batch['position'] of Packed",
-)
-FUTURE = Explanation(
-  cause="a token sees later ones",
-  remedy="let token i see tokens up to i: loopwright.attention_mask(segment), use_causal_mask=True "
-  "or padding='causal'",
-)
-TWICE = Explanation(
-  cause="label shifted twice",
-  remedy="shift once: where the source or preprocess() has shifted the labels, loss() must not",
-)
-IS_INPUT = Explanation(
-  cause="label already seen",
-  remedy="the label of a token is the next one: shift the labels by one in source() or "
-  "preprocess(), or the outputs in loss()",
-)
-CROSSING = Explanation(
-  cause="label of the next document",
-  remedy="shift the labels within each document before it is packed, or leave out the last token "
-  "of each in the loss",
-)
-IN_MEAN = Explanation(
-  cause="padding enters the mean",
-  remedy="return sums over real tokens and their number: Loss(tf.reduce_sum(losses * real), "
-  "tf.reduce_sum(real)), also in metrics, with real = segment > 0 times the row's weight",
-)
-SUM_REMEDY = (
-  "return the sum over tokens and their number, not their mean: replicas and micro-batches have "
-  "other numbers of tokens, and only the framework knows those of all"
-)
+NO_RESTART = "positions do not restart"
+IN_MEAN = "padding enters the mean"
 SURE, SAME = 0.9, 1e-4
 SHIFTS = (1, 0, 2, 3, -1)
 """How far from an output's own place the token may be that it predicts; the likely one first."""
@@ -131,7 +96,7 @@ class Tokens:
       if where.any():
         told = f"another {told} document in a row, by {self.of.known_by!r}, changes the outputs of "
         told += f"{where.sum()} of {(self.real & ~own).sum()} tokens of others, {_first(where)}"
-        return GROUP.explained(APART, told, SEEN, self._line(other, where))
+        return GROUP.failed(APART, told, "documents see one another", self._line(other, where))
     told = f"the first or last of {len(self.number)} rows by {self.of.known_by!r}"
     return GROUP.passed(APART, told)
 
@@ -152,13 +117,13 @@ class Tokens:
     if where.any():
       place = per_token.text(self.task, *words[::-1], methods=("forward",))
       told = f"the first document behind the others changes the outputs of {where.sum()} tokens"
-      return GROUP.explained(ORDER, told, NO_RESTART, place)
+      return GROUP.failed(ORDER, told, NO_RESTART, place)
     if anew := self.of.anew():
       where = self._moved(self._preprocessed(anew), self.real, ~self.real)
       if where.any():
         told = f"{self.of.counted!r} goes on from document to document: {where.sum()} outputs "
         place = per_token.text(self.task, f'"{self.of.counted}"', *words, methods=("source",))
-        return GROUP.explained(ORDER, f"{told}differ", NO_RESTART, place)
+        return GROUP.failed(ORDER, f"{told}differ", NO_RESTART, place)
     return GROUP.passed(ORDER, "the outputs of a document are the same at another place of its row")
 
   # ---- Labels ----
@@ -221,7 +186,7 @@ class Tokens:
     back = int((where.argmax(axis=1)[:, np.newaxis] - np.arange(self.size))[found].max())
     told = f"other {self.tokens!r} from a token on change {found.sum()} outputs before it, up to "
     told += f"{back} places before, whose label is the next token"
-    return GROUP.explained(LATER, told, FUTURE, self._line(other, found))
+    return GROUP.failed(LATER, told, "a token sees later ones", self._line(other, found))
 
   def _tail(self) -> np.ndarray:
     """Returns the second half of each row's longest document, bool [n, length]."""
@@ -241,15 +206,17 @@ class Tokens:
     methods = ("loss", "preprocess", "source")
     if self.shift > 1:
       place = per_token.text(self.task, *SHIFTED, methods=methods)
-      return GROUP.explained(LABELS, f"{told} {self.shift} places further", TWICE, place)
+      return GROUP.failed(
+        LABELS, f"{told} {self.shift} places further", "label shifted twice", place
+      )
     if self.shift < 1 and causal:
       told += f" {'at the same place' if not self.shift else 'before it'}, which is seen"
       place = per_token.text(self.task, "entropy", "accuracy", methods=methods)
-      return GROUP.explained(LABELS, told, IS_INPUT, place)
+      return GROUP.failed(LABELS, told, "label already seen", place)
     if self.shift == 1 and self.of.several and (crossing := self._crossing()):
       told = f"{crossing} last tokens of documents have the first one of the next as their label"
       place = per_token.text(self.task, *SHIFTED, methods=methods)
-      return GROUP.explained(LABELS, told, CROSSING, place)
+      return GROUP.failed(LABELS, told, "label of the next document", place)
     return GROUP.passed(LABELS, f"{told} {self.shift} places further")
 
   def _crossing(self) -> int:
@@ -291,18 +258,17 @@ class Tokens:
       if not np.allclose(sums.of[name], changed.of[name], rtol=SAME, equal_nan=True):
         told = f"other outputs in padding change {name}: {sums.mean(name):.6g}, and "
         told += f"{changed.mean(name):.6g}"
-        return GROUP.explained(PADDING, told, IN_MEAN, self._line_of(name, place))
+        return GROUP.failed(PADDING, told, IN_MEAN, self._line_of(name, place))
     if share := self._share(outputs, batch, sums.of["loss"][1], cut):
-      return GROUP.explained(PADDING, share, IN_MEAN, place)
+      return GROUP.failed(PADDING, share, IN_MEAN, place)
     donated = self.of.changed(where)
     contents = rows | {name: donated[name] for name in self.of.contents}
     other_batch = self._preprocessed(contents)
     seen = moved(numbers, self.model.numbers(other_batch), ~cut, cut)
     if seen.any():
       told = f"other contents of padding change the outputs of {seen.sum()} real tokens"
-      remedy = "leave padding out of attention, convolutions, state and means"
       place = self.model.line(batch, other_batch, seen) or place
-      return GROUP.failed(PADDING, told, "padding is seen", remedy, place)
+      return GROUP.failed(PADDING, told, "padding is seen", place)
     return GROUP.passed(PADDING, f"{cut.sum()} tokens of padding change nothing")
 
   def _share(self, outputs: Any, batch: Rows, weight: float, padded: np.ndarray) -> str:
@@ -348,7 +314,7 @@ class Tokens:
         told += f"{counts.min()} to {counts.max()} tokens"
         cause = f"{'loss' if name == 'loss' else 'metric'} divided by the local count of tokens"
         place = per_token.text(self.task, "reduce_mean", " / ", "divide", "Loss(")
-        return GROUP.failed(SUMS, told, cause, SUM_REMEDY, self._line_of(name, place))
+        return GROUP.failed(SUMS, told, cause, self._line_of(name, place))
     return GROUP.passed(SUMS, f"rows of {counts.min()} to {counts.max()} tokens add up")
 
   # ---- Parts ----
