@@ -104,11 +104,9 @@ def _stateful(task: Task, feature: str, watched: Watched) -> Result:
 
 
 def _frozen(task: Task) -> Result:
-  told = (
-    "numbers are drawn in Python while preprocess() is traced: all examples get the same ones, "
-  )
+  told = "Python draws numbers while preprocess() is traced: the same for all examples and epochs"
   place = _place(task, [], "np.random", "default_rng", "random.")
-  return GROUP.failed(EPOCHS, f"{told}in all epochs", random_draws.FROZEN, place)
+  return GROUP.failed(EPOCHS, told, random_draws.FROZEN, place)
 
 
 def _fixed(task: Task, fixed: list[Draw]) -> Result:

@@ -50,6 +50,7 @@ _CAUSE_OF = {kind: cause for cause, kinds in HOST.items() for kind in kinds}
 
 
 CHANGES = "Python value that changes"
+FIRST = "in the loop, each step gets that of the first trace"
 
 
 def check(subject: Subject) -> list[Result]:
@@ -111,22 +112,15 @@ class Loop:
     values, after = {n: h.value for n, h in before.items()}, held_state.held(self.task)
     if changed := [name for name, held in after.items() if values.get(name) != held.value]:
       held = after[changed[0]]
-      told = (
-        f"{', '.join(changed)} changes when the step is traced, and changes the step (a {what}); "
-      )
-      told += "in the loop it keeps the value of the first trace"
+      told = f"{', '.join(changed)} changes when the step is traced, and with it a {what}; {FIRST}"
       place = source_lines.change(held.owner, held.attribute) or place
       return GROUP.failed(SAME_TRACE, told, CHANGES, place)
     if drew:
-      told = (
-        f"the step draws from NumPy or Python when it is traced (a {what}); in the loop, every "
-      )
+      told = f"the step draws from NumPy or Python when it is traced (a {what}); {FIRST}"
       place = source_lines.mention(self.task, "np.random", "random.") or place
-      return GROUP.failed(
-        SAME_TRACE, f"{told}step gets the same numbers", "random numbers of NumPy or Python", place
-      )
-    told = f"another {what} each time the step is traced; in the loop it keeps the value of the "
-    return GROUP.failed(SAME_TRACE, f"{told}first trace", CHANGES, place)
+      return GROUP.failed(SAME_TRACE, told, "random numbers of NumPy or Python", place)
+    told = f"another {what} each time the step is traced; {FIRST}"
+    return GROUP.failed(SAME_TRACE, told, CHANGES, place)
 
   def _kept(self) -> list[str]:
     found = held_state.held(self.task).items()
@@ -134,9 +128,9 @@ class Loop:
 
   def _keeps(self, name: str) -> Result:
     held = held_state.held(self.task)[name]
-    told = f"{name} holds a tensor of the first trace: the next step cannot use it, and it never "
+    told = f"{name} holds a tensor of the first trace, which the next step cannot use"
     place = source_lines.change(held.owner, held.attribute)
-    return GROUP.failed(SAME_TRACE, f"{told}gets a new value", "tensor kept in Python", place)
+    return GROUP.failed(SAME_TRACE, told, "tensor kept in Python", place)
 
   # ---- The host ----
 

@@ -70,8 +70,9 @@ class Contents:
     if not bad:
       return GROUP.passed(name, f"{self.survey.examples} examples")
     first, column = next(iter(bad.items()))
-    told = f"{first!r} has {column.not_finite} numbers that are not finite, "
-    told += f"first in example {column.bad_example}"
+    told = (
+      f"{first!r} is not finite {column.not_finite} times, first in example {column.bad_example}"
+    )
     rows = self._rows_of(column.bad_example)
     if rows is None or self._copes_with(rows):
       return GROUP.passed(name, f"{told}; the step stays finite")
@@ -124,14 +125,11 @@ class Contents:
     if labels.wrong:
       key, seen = labels.wrong
       column = self.survey.columns[key]
-      told = (
-        f"{key!r} is {column.low:.0f} to {column.high:.0f}, but forward() returns {classes}, 0 "
-      )
-      why = OUT_OF_RANGE
-      if column.low == 1 and column.high == labels.classes:
-        why = FROM_ONE
+      told = f"{key!r} is {column.low:.0f} to {column.high:.0f}, but forward() returns {classes}"
+      from_one = column.low == 1 and column.high == labels.classes
+      why = FROM_ONE if from_one else OUT_OF_RANGE
       place = source_lines.find(self.task, "build_model", "loss", containing=why.containing)
-      return GROUP.explained(name, f"{told}to {labels.classes - 1}: {seen}", why, place)
+      return GROUP.explained(name, f"{told}, 0 to {labels.classes - 1}: {seen}", why, place)
     if labels.name is None:
       why_not = f"no integer feature picks one of {labels.classes} outputs in the loss"
       return GROUP.skipped(name, why_not)
@@ -198,10 +196,11 @@ class Contents:
       as_is, scaled = labels.probe.losses_if_divided(key, size)
       if as_is > 3 * chance and scaled < as_is / 2:
         told = f"{key!r} has mean {column.mean:.3g} and standard deviation {column.std:.3g}: the "
-        told += f"first loss is {as_is:.3g}, divided by {size:.3g} it is {scaled:.3g} "
+        told += (
+          f"first loss is {as_is:.3g}, divided by {size:.3g} {scaled:.3g}, chance {chance:.3g}"
+        )
         place = source_lines.find(self.task, "preprocess", "forward", containing=_quoted(key))
         values = {"loss": as_is, "loss_scaled": scaled}
-        told += f"(chance: {chance:.3g})"
         return GROUP.failed(name, told, "inputs are not scaled", place, values=values)
     return GROUP.passed(name, f"{told}; the first loss does not suffer")
 

@@ -373,11 +373,9 @@ def _differences(task: Any, seen: GradientNotes) -> Result:
     return GROUP.skipped(name, f"{next(iter(seen.wrong))} differs, and the loss {how} on purpose")
   if seen.wrong:
     variable, (gradient, true) = next(iter(seen.wrong.items()))
-    detail = (
-      f"along one direction in {variable} the gradient is {gradient:.4g}, but the loss changes "
-    )
+    detail = f"along one direction in {variable} the gradient is {gradient:.4g}, not {true:.4g}"
     place = seen.replaced or _find(task, WRONG.containing)
-    return GROUP.explained(name, f"{detail}by {true:.4g}", WRONG, place)
+    return GROUP.explained(name, detail, WRONG, place)
   if not seen.compared:
     return GROUP.skipped(name, "the loss changes too little, or not smoothly enough, to measure")
   within = f"{TOLERANCE[seen.precision]:.1%} in {seen.precision}".replace(".0%", "%")

@@ -234,10 +234,8 @@ class LaterSteps:
       rates = (self._rates[n][name] for n in (1, replicas))
       for number, one, more in zip(RATE_NUMBERS, *rates, strict=True):
         if abs(one - more) > 1e-5 * abs(one):
-          told = (
-            f"at step {number:,} the learning rate of {name!r} is {one:.4g} on one replica and "
-          )
-          return f"{told}{more:.4g} on {replicas}"
+          told = f"at step {number:,} the learning rate of {name!r} is {one:.4g} on one replica"
+          return f"{told} and {more:.4g} on {replicas}"
     return ""
 
   def _update(self) -> str:

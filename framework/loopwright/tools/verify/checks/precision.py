@@ -168,10 +168,8 @@ class HalfGradient:
     floor = 1e-3 * np.linalg.norm(self.reference.flat)
     each = [(np.linalg.norm(g - w) / max(np.linalg.norm(w), floor), name) for g, w, name in pairs]
     worst, name = max(each)
-    return (
-      f"relative error {apart:.1e} (most in {name}, {worst:.1e}), {lost:.1%} of the elements "
-      f"underflow{scaled}"
-    )
+    most = f"relative error {apart:.1e} (most in {name}, {worst:.1e})"
+    return f"{most}, {lost:.1%} of the elements underflow{scaled}"
 
   # ---- Why ----
 

@@ -136,9 +136,7 @@ class Resumption:
     traced = held_state.held(whole.task)
     if late := whole.late():
       names = _told([whole.name_of(key) for key in late])
-      told = (
-        f"the first step creates {names}: it is not trained, and a new process cannot restore it"
-      )
+      told = f"the first step creates {names}: not trained, and a new process cannot restore it"
       return _explained(told, LATE, whole.task)
     whole.train(LOOPS[1])
     path = whole.save("whole")
@@ -237,9 +235,8 @@ def _explained(detail: str, why: Explanation, task: Task) -> Result:
 def _made_otherwise(check: str, name: str, held: Held, seen: str) -> Result:
   told = f"{name} differs each time that the task is made; {seen}"
   words = (f"self.{held.attribute} =", f"self.{held.attribute}")
-  return GROUP.failed(
-    check, told, "task differs between builds", source_lines.mention(held.owner, *words)
-  )
+  place = source_lines.mention(held.owner, *words)
+  return GROUP.failed(check, told, "task differs between builds", place)
 
 
 def _across_failed(task: Task, one: str, other: str, found: str) -> Result:
@@ -362,9 +359,8 @@ def _restored_otherwise(run: TrainerUnderTest, path: str) -> str:
   expected, got = _read(path), run.saved_values()
   for key in sorted(expected):
     if key not in got or not _alike(got[key], expected[key]):
-      return (
-        f"{run.name_of(key)} is {_short(got.get(key))}, but was saved as {_short(expected[key])}"
-      )
+      seen, saved = _short(got.get(key)), _short(expected[key])
+      return f"{run.name_of(key)} is {seen}, but was saved as {saved}"
   for key, variable in run.variables().items():
     copies = run.copies(variable)
     if not all(_alike(copy, copies[0]) for copy in copies):

@@ -289,9 +289,7 @@ class Tokens:
     all_alike = np.allclose(shares[counted], 1 / places, rtol=0.02)
     if not all_alike or counted.sum() > 0.98 * places or not padded.any():
       return ""
-    return (
-      f"each of {counted.sum()} tokens that count has 1/{places} of the loss, as if padding counted"
-    )
+    return f"{counted.sum()} tokens count, each 1/{places} of the loss, as if padding did too"
 
   def sums(self) -> Result:
     """Compares loss and metrics of a batch with those of its rows, which have other numbers."""
