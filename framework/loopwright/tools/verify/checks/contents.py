@@ -70,9 +70,8 @@ class Contents:
     if not bad:
       return GROUP.passed(name, f"{self.survey.examples} examples")
     first, column = next(iter(bad.items()))
-    told = (
-      f"{first!r} is not finite {column.not_finite} times, first in example {column.bad_example}"
-    )
+    told = f"{first!r} has {column.not_finite} numbers that are not finite, first in example "
+    told += f"{column.bad_example}"
     rows = self._rows_of(column.bad_example)
     if rows is None or self._copes_with(rows):
       return GROUP.passed(name, f"{told}; the step stays finite")
