@@ -195,9 +195,8 @@ class Contents:
       as_is, scaled = labels.probe.losses_if_divided(key, size)
       if as_is > 3 * chance and scaled < as_is / 2:
         told = f"{key!r} has mean {column.mean:.3g} and standard deviation {column.std:.3g}: the "
-        told += (
-          f"first loss is {as_is:.3g}, divided by {size:.3g} {scaled:.3g}, chance {chance:.3g}"
-        )
+        told += f"first loss is {as_is:.3g}, divided by {size:.3g} it is {scaled:.3g} "
+        told += f"(chance: {chance:.3g})"
         place = source_lines.find(self.task, "preprocess", "forward", containing=_quoted(key))
         values = {"loss": as_is, "loss_scaled": scaled}
         return GROUP.failed(name, told, "inputs are not scaled", place, values=values)
