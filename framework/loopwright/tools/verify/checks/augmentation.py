@@ -104,7 +104,7 @@ def _stateful(task: Task, feature: str, watched: Watched) -> Result:
 
 
 def _frozen(task: Task) -> Result:
-  told = "Python draws numbers while preprocess() is traced: the same for all examples and epochs"
+  told = "numbers drawn in Python while preprocess() is traced are the same for all examples"
   place = _place(task, [], "np.random", "default_rng", "random.")
   return GROUP.failed(EPOCHS, told, random_draws.FROZEN, place)
 
