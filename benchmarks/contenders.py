@@ -20,7 +20,7 @@ from benchmarks import models
 from loopwright.engine.examination import LONG
 from loopwright.engine.step_parts import JitCompile
 from loopwright.metrics import Loss
-from loopwright.options import Cadence
+from loopwright.options.groups import Cadence
 from loopwright.strategies import factories
 from loopwright.task import Task
 from loopwright.trainer import Trainer

@@ -24,7 +24,7 @@ import tensorflow as tf
 from loopwright import configurables
 from loopwright.errors import ConfigError
 from loopwright.graphs.aliases import Batch
-from loopwright.options import Numerics
+from loopwright.options.groups import Numerics
 from loopwright.runs import builder
 from loopwright.runs import from_config as runs
 from loopwright.task import Task

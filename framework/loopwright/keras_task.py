@@ -23,7 +23,7 @@ from loopwright.metrics import Loss, Metric, Sum
 from loopwright.models import models
 from loopwright.models.compiled_keras import CompiledModel, OutputLoss
 from loopwright.optimizers import adapters
-from loopwright.options import not_taken
+from loopwright.options.groups import not_taken
 from loopwright.task import Task
 
 

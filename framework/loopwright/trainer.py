@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tensorflow as tf
 
@@ -31,10 +31,12 @@ from loopwright.observers import Observer, may_undo
 from loopwright.optimizers import adapters
 from loopwright.optimizers.loss_scale import LossScaleFactory, usual_loss_scale
 from loopwright.optimizers.schedule import EmaDecay
-from loopwright.options import Cadence
 from loopwright.options.declaration import COMPUTES, COUNT, COUNTS, Instead, asked
 from loopwright.step import Step, StepFactory
 from loopwright.task import Task, derived_metrics
+
+if TYPE_CHECKING:
+  from loopwright.options.groups import Cadence
 
 _COMPUTES = asked(COMPUTES)
 _MICRO_BATCHES = asked(f"{COMPUTES}, except what looks at a micro-batch")
@@ -144,8 +146,7 @@ class Trainer(Iterated, AbstractTrainer):
     self._checks, self._examined = trainer_checks.LoopChecks(), None
     self.assigned: dict[str, tf.Variable] = {}
     self.gradient_dtypes: set[str] = set()
-    self.is_penalised = False
-    self._usual_scale = loss_scale is None
+    self.is_penalised, self._usual_scale = False, loss_scale is None
     self._input_wait = step_parts.InputWait(self.placement)
     with strategy.scope():
       if task.model is None:
@@ -320,10 +321,9 @@ class Trainer(Iterated, AbstractTrainer):
 
   def checkpoint_items(self) -> dict[str, Any]:
     """Returns name -> object: all state that an exact restart needs (host)."""
-    untracked = models.untracked(self.task.model)
-    more = {"untracked": untracked} if untracked else {}
-    own = {"model": self.task.model, "state": self.state}
-    return {**own, **self.parts.saved(), **vars(self.counters), **more}
+    more = {"untracked": held} if (held := models.untracked(self.task.model)) else {}
+    own = {"model": self.task.model, "state": self.state, **more}
+    return {**own, **self.parts.saved(), **vars(self.counters)}
 
   def state_metrics(self) -> dict[str, float]:
     """Returns metrics of the trainer's state, read once at the end of a loop (host)."""

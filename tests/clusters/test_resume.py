@@ -18,7 +18,7 @@ from loopwright.actions.base import Action, StopTraining
 from loopwright.actions.best import EarlyStopping
 from loopwright.evaluator import Evaluator
 from loopwright.inputs import datasets
-from loopwright.options import Cadence
+from loopwright.options.groups import Cadence
 from loopwright.run_folder import checkpoints
 from loopwright.run_folder.places import RunFolder
 from loopwright.runs.session import Session

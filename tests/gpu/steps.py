@@ -71,7 +71,7 @@ def made(config, precision, gpus, *, jit_compile="auto"):
 
   from loopwright import configurables
   from loopwright.distribution.reduction import Reduction
-  from loopwright.options import Numerics
+  from loopwright.options.groups import Numerics
   from loopwright.runs import builder
   from loopwright.runs import from_config as runs
   from loopwright.strategies import factories

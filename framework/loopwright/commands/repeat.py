@@ -14,10 +14,11 @@ from loopwright.commands.parser import Parser
 from loopwright.errors import Preempted, first_line
 from loopwright.host import urls
 from loopwright.run_folder import folders
-from loopwright.tools.runs import ls, repetitions
 
 if TYPE_CHECKING:
   from loopwright.tools.sweep.runner import Job
+
+SEED = "run.seed"
 
 
 def define(parser: Parser) -> None:
@@ -56,7 +57,7 @@ class Seeds:
     if not self._left:
       return None
     number = self._left.pop(0)
-    return number, {repetitions.SEED: str(number)}
+    return number, {SEED: str(number)}
 
   def look(self, number: int) -> bool:
     """No run ends early."""
@@ -82,11 +83,12 @@ def run(parsed: Parsed) -> int:
   files, params = config_of(parsed.arguments, needed=not values.gin_file)
   files, params = [*values.gin_file, *files], [*values.gin_param, *params]
   urls.require_path("--dir", values.dir or "", "the runs are there")
+  from loopwright.tools.runs import ls, repetitions
   from loopwright.tools.sweep import runner, space
 
   folder = values.dir or os.path.join("runs", f"{Path(files[0]).stem}-repeat")
   free = runner.slots(values.jobs)
-  now = space.checked(files, params, [space.Dimension(repetitions.SEED, ("0", "1"))])
+  now = space.checked(files, params, [space.Dimension(SEED, ("0", "1"))])
   seeds = Seeds(folder, values.seeds, now)
   try:
     runner.run(seeds, files, params, free)

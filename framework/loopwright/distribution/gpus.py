@@ -14,7 +14,7 @@ from absl import logging
 
 from loopwright.errors import ConfigError
 from loopwright.host import nvidia
-from loopwright.options import Gpus
+from loopwright.options.groups import Gpus
 
 _AMPERE = (8, 0)
 _INSTALL = "install CUDA's libraries with the extra gpu: pip install 'loopwright[gpu]'"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from loopwright.host import output, signals, stacks
 from loopwright.monitoring import record
 from loopwright.monitoring.flight import BEAT_S, TRAINING, Flight
-from loopwright.options import Hangs
+from loopwright.options.groups import Hangs
 from loopwright.run_folder import layout
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from loopwright.inputs.sources import eval_sets, of_one_shape
 from loopwright.models import models
 from loopwright.observers import Observer, Reading
 from loopwright.optimizers.adapters import Optimizers
-from loopwright.options import Evaluation, Gpus, Numerics
+from loopwright.options.groups import Evaluation, Gpus, Numerics
 from loopwright.task import Task, preprocess_of
 from loopwright.trainer import Trainer
 

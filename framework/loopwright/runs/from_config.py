@@ -23,7 +23,7 @@ from loopwright.errors import ConfigError
 from loopwright.graphs.aliases import Model
 from loopwright.host import files
 from loopwright.optimizers.adapters import Optimizers
-from loopwright.options import BatchSize, Made, names_of, taken
+from loopwright.options.groups import BatchSize, Made, names_of, taken
 from loopwright.run_folder import assets, history, layout, places
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.runs.builder import Recipe, made_task

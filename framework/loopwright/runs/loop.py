@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from loopwright.evaluator import Evaluator
 from loopwright.hooks import Hooks, Interrupted
-from loopwright.options import Cadence
+from loopwright.options.groups import Cadence
 from loopwright.trainer import Trainer
 
 

@@ -23,8 +23,8 @@ from loopwright.host import redaction
 from loopwright.host.children import SOURCE
 from loopwright.inputs.fingerprint import BUCKETS, RATIO
 from loopwright.models import models
-from loopwright.options import Cadence, Group
 from loopwright.options.declaration import Rule, declared, fixed
+from loopwright.options.groups import Cadence, Group
 from loopwright.run_folder import history, layout
 from loopwright.run_folder.history import Values
 from loopwright.runs.start_record import SIZE, Start, free, values

@@ -25,7 +25,8 @@ from loopwright.inputs.sources import main_source
 from loopwright.monitoring.flight import Flight
 from loopwright.observers import Observer
 from loopwright.optimizers.adapters import Optimizers
-from loopwright.options import (
+from loopwright.options.declaration import AT_THE_START, COUNT, Instead, asked, fixed, free
+from loopwright.options.groups import (
   BatchSize,
   Cadence,
   Evaluation,
@@ -38,7 +39,6 @@ from loopwright.options import (
   facts,
   taking,
 )
-from loopwright.options.declaration import AT_THE_START, COUNT, Instead, asked, fixed, free
 from loopwright.options.modes import TRAINING_MODES, Mode
 from loopwright.run_folder import history, places
 from loopwright.run_folder.warm_start import WarmStart

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from loopwright.hooks import Hook
-from loopwright.options import Cadence
+from loopwright.options.groups import Cadence
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.run_folder.places import RunFolder
 

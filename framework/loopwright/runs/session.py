@@ -17,7 +17,7 @@ from loopwright.hooks import Hook, Hooks, StopTraining
 from loopwright.host import files
 from loopwright.monitoring import hangs
 from loopwright.monitoring.flight import Flight
-from loopwright.options import Cadence, Hangs
+from loopwright.options.groups import Cadence, Hangs
 from loopwright.options.modes import TRAINING_MODES, Mode
 from loopwright.reporting.reports import Reports
 from loopwright.run_folder import history, layout

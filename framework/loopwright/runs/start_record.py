@@ -21,8 +21,8 @@ from loopwright import configurables, registry
 from loopwright.evaluator import Evaluator
 from loopwright.inputs.sources import main_source
 from loopwright.optimizers import adapters
-from loopwright.options import Cadence, Group
 from loopwright.options.declaration import declared
+from loopwright.options.groups import Cadence, Group
 from loopwright.reporting.summary import optimizer_names
 from loopwright.run_folder import history, layout
 from loopwright.run_folder.checkpoint_files import list_checkpoints

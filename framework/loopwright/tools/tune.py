@@ -22,7 +22,7 @@ from loopwright import configurables, errors
 from loopwright.distribution import placement
 from loopwright.errors import ConfigError
 from loopwright.host import failures, redaction, urls
-from loopwright.options import Gpus, Numerics
+from loopwright.options.groups import Gpus, Numerics
 from loopwright.run_folder import assets, places
 from loopwright.runs import builder
 from loopwright.runs import from_config as runs

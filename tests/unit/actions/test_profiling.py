@@ -12,7 +12,7 @@ from runs import records
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from loopwright.actions.profiling import Profile
-from loopwright.options import Cadence
+from loopwright.options.groups import Cadence
 from loopwright.run_folder.places import RunFolder
 from loopwright.runs.session import Session
 

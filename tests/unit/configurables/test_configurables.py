@@ -21,8 +21,8 @@ from loopwright import configurables, registry
 from loopwright.configurables import checks, imports, table, values
 from loopwright.errors import ConfigError
 from loopwright.host import modules, signals
-from loopwright.options import GpuMemory
 from loopwright.options.declaration import Instead
+from loopwright.options.groups import GpuMemory
 from loopwright.registry import Entry
 
 

@@ -14,7 +14,7 @@ from input_cases import one_line_error
 
 from loopwright.distribution import gpus
 from loopwright.host import nvidia
-from loopwright.options import Gpus
+from loopwright.options.groups import Gpus
 from loopwright.strategies.workers import resolvers
 from loopwright.tools import local_cluster
 from loopwright.tools.sweep import runner

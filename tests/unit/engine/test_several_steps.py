@@ -12,7 +12,7 @@ from loopwright.engine import examination, several_steps
 from loopwright.errors import ConfigError
 from loopwright.observers import Observer
 from loopwright.optimizers import loss_scale, schedules
-from loopwright.options import Cadence
+from loopwright.options.groups import Cadence
 from loopwright.run_folder import history
 from loopwright.strategies import local
 

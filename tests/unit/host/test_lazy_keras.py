@@ -35,7 +35,7 @@ from loopwright.models import batch_norm, recomputation
 from loopwright.graphs import randomness
 from loopwright.configurables import table
 from loopwright.optimizers import adapters, schedules
-from loopwright.options import Numerics
+from loopwright.options.groups import Numerics
 
 import tf_keras
 

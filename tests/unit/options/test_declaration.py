@@ -10,7 +10,6 @@ import loopwright
 from loopwright import configurables
 from loopwright.actions.base import Action
 from loopwright.configurables import changes
-from loopwright.options import Group
 from loopwright.options.declaration import (
   COUNT,
   asked,
@@ -20,6 +19,7 @@ from loopwright.options.declaration import (
   may_change,
   signature,
 )
+from loopwright.options.groups import Group
 from loopwright.runs.runner import Options, run
 
 

@@ -14,7 +14,7 @@ from runs import records
 from loopwright.distribution import cluster
 from loopwright.errors import ConfigError
 from loopwright.inputs.streams import StreamSource
-from loopwright.options import (
+from loopwright.options.groups import (
   BatchSize,
   Evaluation,
   Gpus,

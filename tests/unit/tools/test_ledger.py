@@ -11,7 +11,7 @@ from input_cases import ledger_digest, one_line_error, stream
 from loopwright.distribution import placement
 from loopwright.inputs.sources import ArraySource
 from loopwright.observers import Reading
-from loopwright.options import Cadence
+from loopwright.options.groups import Cadence
 from loopwright.run_folder.places import RunFolder
 from loopwright.runs.session import Session
 from loopwright.strategies.parameter_server.strategy import ParameterServer

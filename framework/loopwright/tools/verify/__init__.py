@@ -44,7 +44,7 @@ import tensorflow as tf
 
 from loopwright import errors, registry
 from loopwright.host import failures
-from loopwright.options import Numerics
+from loopwright.options.groups import Numerics
 from loopwright.runs.builder import made_task, set_globals
 from loopwright.runs.from_config import bound, bound_mesh, bound_recipe
 from loopwright.strategies import factories

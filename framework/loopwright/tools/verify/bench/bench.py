@@ -30,7 +30,7 @@ from loopwright.inputs.parts import prefixes
 from loopwright.inputs.sources import eval_sets, of_one_shape
 from loopwright.models import models
 from loopwright.optimizers.adapters import prefix
-from loopwright.options import Precision
+from loopwright.options.groups import Precision
 from loopwright.run_folder import assets
 from loopwright.runs.builder import Recipe
 from loopwright.step import Step
