@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import loopwright  # noqa: E402
-from loopwright import registry, tasks, testing
-from loopwright.graphs import aliases
+from loopwright import registry, tasks, testing  # noqa: E402
 from loopwright.configurables import table  # noqa: E402
+from loopwright.graphs import aliases  # noqa: E402
 
 project = "Loopwright"
 release = importlib.metadata.version("loopwright")

@@ -181,7 +181,8 @@ def _ways(trainer: Trainer) -> list[Bindings]:
 def _loops(step_s: float) -> list[Bindings]:
   """Returns longer loops, up to where a loop ends anyway or its overhead no longer matters."""
   own = runs.bound("steps_per_loop")
-  ends = [runs.bound(name) for name in ("train_steps", "checkpoint_every_steps")]
+  bound = [runs.bound(name) for name in ("train_steps", "checkpoint_every_steps")]
+  ends = [end for end in bound if end is not None]  # train_epochs may be set instead
   most = min([MOST_STEPS_PER_LOOP, *ends, runs.bound("eval_every_steps") or MOST_STEPS_PER_LOOP])
   longer = (own * 10**power for power in range(1, 4))
   return [{LOOP: n} for n in longer if n <= most and n * step_s <= LONGEST_LOOP_S]
