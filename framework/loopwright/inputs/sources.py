@@ -266,7 +266,11 @@ class ArraySource(Source):
 def check_source(source: Any) -> None:
   """Raises a ConfigError unless `source` is a `Source` with examples, or a `StreamSource`."""
   if not isinstance(source, Readable):
-    remedy = "StreamSource(dataset=...)" if isinstance(source, tf.data.Dataset) else "ArraySource"
+    remedy = "ArraySource(features=...)"
+    if isinstance(source, tf.data.Dataset):
+      remedy = "StreamSource(dataset=...)"
+    elif hasattr(source, "__getitem__") and not isinstance(source, Mapping | np.ndarray):
+      remedy = "IndexedSource(data=...)"
     raise ConfigError(f"the source is {kind(source)}; it must be a Source: wrap it in {remedy}.")
   source.require_examples()
 

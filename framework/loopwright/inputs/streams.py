@@ -155,9 +155,10 @@ def check_elements(element_spec: object) -> None:
     )
   for name, spec in element_spec.items():
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
+      batched = isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[0] is None
       raise ConfigError(
         f"feature {name!r} of the stream is {spec}; it must be a dense tensor of static shape: use "
-        "tf.ensure_shape, or pad it."
+        f"tf.ensure_shape, or pad it{', or dataset.unbatch() if it has batches' * bool(batched)}."
       )
   refuse_reserved("the stream", element_spec)
   weight = element_spec.get("weight", tf.TensorSpec([], tf.float32))

@@ -755,6 +755,8 @@ def test_rows_that_are_no_share_of_the_batch(make, make_source, rows):
     (lambda: {"x": np.zeros(3)}, "the source is a dict; .* wrap it in ArraySource"),
     (lambda: None, "the source is None; .* wrap it in ArraySource"),
     (lambda: of_elements(x=1), r"the source is a .*Dataset; .* StreamSource\(dataset=...\)"),
+    (lambda: [{"x": 1}], r"the source is a list; .* wrap it in IndexedSource\(data=...\)"),
+    (lambda: StreamSource(dataset=of_elements(x=1).batch(2)), r"or dataset.unbatch\(\) if it has"),
   ],
 )
 def test_sources_of_the_wrong_type(make, make_source, message):
