@@ -31,7 +31,7 @@ from loopwright.observers import Observer, may_undo
 from loopwright.optimizers import adapters
 from loopwright.optimizers.loss_scale import LossScaleFactory, usual_loss_scale
 from loopwright.optimizers.schedule import EmaDecay
-from loopwright.options.declaration import COMPUTES, COUNT, COUNTS, Instead, asked
+from loopwright.options.declaration import COMPUTES, COUNT, COUNTS, Instead, asked, free
 from loopwright.step import Step, StepFactory
 from loopwright.task import Task, derived_metrics
 
@@ -81,7 +81,7 @@ class Trainer(Iterated, AbstractTrainer):
     shard_optimizer_state: Annotated[bool, _COMPUTES] = False,
     recompute: Annotated[Sequence[str], _COMPUTES] = (),
     jit_compile: Annotated[step_parts.JitCompile, _COMPUTES] = "auto",
-    steps_per_program: Annotated[step_parts.StepsPerProgram, _COMPUTES] = "auto",
+    steps_per_program: Annotated[step_parts.StepsPerProgram, free(COMPUTES)] = "auto",
     eager: Annotated[bool, Instead("set run.eager")] = False,
     seed: Annotated[int, Instead("set run.seed")] = 0,
     observers: Annotated[Sequence[Observer], Instead("set run.ledger or run.actions")] = (),

@@ -156,9 +156,11 @@ def require_unchanged(
   Raises:
     ConfigError: something differs that must not, or the user does not accept it.
   """
-  found = changes(model_dir, part, values)
-  for each in found:
+  found = []
+  for each in changes(model_dir, part, values):
     of = rule(each.name)
+    if of is None or of.may != "yes":
+      found.append(each)
     if of is not None and of.may == "no" and _UNSET not in (each.now, each.before):
       raise refusal(model_dir, each, of.says)
   if found and not accept:
