@@ -106,7 +106,7 @@ def test_a_param_comes_after_the_files(capsys):
   Path("x.gin").write_text("run.train_steps = 3\n")
   assert status_and_line(capsys, "--gin_file=x.gin", "--gin_param=run.train_steps = 'x'") == (
     2,
-    "error: --gin_param \"run.train_steps = 'x'\": run.train_steps is 'x'; it must be int.",
+    "error: --gin_param \"run.train_steps = 'x'\": run.train_steps is 'x'; it must be int | None.",
   )
 
 

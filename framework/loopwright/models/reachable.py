@@ -172,15 +172,19 @@ def _is_followed(value: Any) -> bool:
   if isinstance(value, (type, types.FunctionType)):
     return _is_of_user(value)
   return isinstance(value, base.Trackable) or (
-    type(value).__module__.partition(".")[0] not in _NO_OBJECTS
-    and (hasattr(value, "__dict__") or next(_slots(value), None) is not None)
+    _package(type(value)) not in _NO_OBJECTS
+    and (_attributes(value) is not None or next(_slots(value), None) is not None)
   )
 
 
 def _is_of_user(code: Any) -> bool:
   """Whether a class, function or module is of no library that we know."""
+  return _package(code) not in _LIBRARIES
+
+
+def _package(code: Any) -> str:
   name = code.__name__ if isinstance(code, types.ModuleType) else code.__module__
-  return (name or "builtins").partition(".")[0] not in _LIBRARIES
+  return name.partition(".")[0] if isinstance(name, str) else "builtins"
 
 
 def _data(holder: Any) -> Iterator[tuple[str, Any]]:
@@ -190,11 +194,18 @@ def _data(holder: Any) -> Iterator[tuple[str, Any]]:
   contains = isinstance(holder, (Mapping, *_LISTS))
   if contains and len(holder) <= _MOST:
     yield from _keyed(holder) if isinstance(holder, Mapping) else _numbered(holder)
-  if not contains or type(holder).__module__.partition(".")[0] not in _NO_OBJECTS:
-    attributes = vars(holder) if hasattr(holder, "__dict__") else {}
-    for name, value in list(attributes.items()):
+  if not contains or _package(type(holder)) not in _NO_OBJECTS:
+    for name, value in list((_attributes(holder) or {}).items()):
       yield ("@" if contains else "") + _escaped(str(name)), value
     yield from _slots(holder)
+
+
+def _attributes(holder: Any) -> Mapping[str, Any] | None:
+  """Returns the attributes of an object itself; None if it can have none."""
+  try:
+    return vars(holder) if hasattr(holder, "__dict__") else None
+  except Exception:  # its own `__getattr__` raises something else than an AttributeError
+    return None
 
 
 def _numbered(elements: Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -265,7 +276,7 @@ def _code(holder: Any) -> Iterator[tuple[str, Any]]:
   if isinstance(holder, types.FunctionType):
     yield from _of_function(holder)
     return
-  hidden = set() if isinstance(holder, type) else {*getattr(holder, "__dict__", ())}
+  hidden = set() if isinstance(holder, type) else {*(_attributes(holder) or ())}
   for kind in (holder if isinstance(holder, type) else type(holder)).__mro__:
     for name, value in list(vars(kind).items()) if _is_of_user(kind) else ():
       if not isinstance(value, types.MemberDescriptorType) and name != "__dict__":

@@ -274,8 +274,10 @@ def test_a_loop_on_cpus_has_the_share_of_the_cores_that_it_used(tmp_path, monkey
     task=Task(), cluster=types.SimpleNamespace(is_chief=True), global_batch_size=4,
     global_step=tf.Variable(5, dtype=tf.int64), placement=types.SimpleNamespace(on_gpus=on_gpus),
   )  # fmt: skip
-  place = types.SimpleNamespace(folder=str(tmp_path), require=lambda: None)
-  made = Reports(trainer, place=place, train_steps=10, evaluates=True)
+  folder = types.SimpleNamespace(
+    path=str(tmp_path), file=lambda name: str(tmp_path / name), require=lambda: None
+  )
+  made = Reports(trainer, folder=folder, train_steps=10, evaluates=True)
   made.loop_begins(0)
   clocks |= {"process_time": 7.0, "monotonic": 12.0}
   made.loop_ends(5, {"loss": 1.0}, 1)

@@ -55,4 +55,4 @@ def test_it_goes_on_as_it_did_then(kept, replicas):
 
 def test_its_ledger_proves_what_it_read(kept):
   proof = prove(read(str(kept))[""], checkpoint_step=20)
-  assert (proof.last_step, proof.reruns, proof.epochs) == (30, 0, 30 * 12 // 50)
+  assert (proof.last_step, proof.reruns, proof.parts[""].epochs) == (30, 0, 30 * 12 // 50)
