@@ -20,7 +20,7 @@ from loopwright.run_folder import checkpoints, fitting
 from loopwright.tools.ledger.proof import Ledger, Problem
 
 TIMES = ("wall_time", "input_wait_s", "examples_per_second", "steps_per_second", "start_s",
-         "communication_s", "model_flops_per_s", "mfu")  # fmt: skip
+         "communication_s", "cpu_utilization", "model_flops_per_s", "mfu")  # fmt: skip
 REMAINS = ("*.tmp", "*.new*", "*.old*", ".writable-*", "owner.json", checkpoints.UNFINISHED)
 """What only a run that was killed may leave."""
 

@@ -174,8 +174,9 @@ def test_an_infinite_loss_is_traced_to_its_worker_and_example(trained, tmp_path)
 
   _, *command = shlex.split(replay.splitlines()[0])
   again = subprocess.run(
-    [sys.executable, *command], cwd=SUPPORT, capture_output=True, text=True, timeout=240
-  )
+    [sys.executable, "-m", "loopwright", *command],
+    cwd=SUPPORT, capture_output=True, text=True, timeout=240,
+  )  # fmt: skip
   assert (stopped.status, again.returncode) == (1, 0), again.stderr
   found = [str(worker), "loss", "inf", str(guilty)]
   for number in (0, 1):
