@@ -61,6 +61,7 @@ def compare(trainer: Trainer, graph: tf.Graph | None, *, wait: InputWait) -> Non
   for own in (trainer.metrics, wait):
     saved += [place.variable for place in reachable(own, by_code=False)]
   transient = [*trainer.parts.observers, trainer.placement.ordering_tokens()]
+  transient += [one.optimizer for one in trainer.parts.optimizers.values()]  # as its present rate
   trainer.state.examine(graph, saved=saved, equal=equal, transient=transient)
 
 
