@@ -143,13 +143,13 @@ class Evaluator(AbstractEvaluator):
 
     Raises:
       ConfigError: a set has no examples, or all have weight 0; or the step assigns what training
-        uses, other than the states of recurrent layers.
+        uses, other than the states of recurrent layers and of metrics.
     """
     self._require_unassigned()
     results: dict[str, float] = {}
     self.weightless.clear()
     averages = self._ema.in_place() if self._ema else contextlib.nullcontext()
-    with task_state.given_back(models.recurrent_states(self.task.model)), averages:
+    with task_state.given_back(models.passing_states(self.task.model)), averages:
       for one in self._sets:
         prefix = f"{one.name}/" if one.name else ""
         found = self._evaluate(one, int(num_steps))
@@ -314,7 +314,7 @@ class Evaluator(AbstractEvaluator):
     outcome = self.strategy.run(step, args=(self.placement.per_replica(batch),))
     if graph := randomness.current_graph():
       self._assigned |= operations.assigned(graph)
-      self._assigned -= task_state.by_handle(models.recurrent_states(self.task.model)).keys()
+      self._assigned -= task_state.by_handle(models.passing_states(self.task.model)).keys()
       self._require_unassigned()
     return outcome
 

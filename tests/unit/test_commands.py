@@ -113,7 +113,7 @@ SHORTER = (
   (r"=/tmp/", "=tmp/"),
 )
 # Programs without a parser of flags, and how many arguments they take.
-NO_FLAGS = {"ledger": 1, "steps": 1, "option_tables": 0, "change_tables": 0}
+NO_FLAGS = {"ledger": 1, "steps": 1, "option_tables": 0, "change_tables": 0, "cause_tables": 0}
 SPLITS = ("train", "eval")
 
 

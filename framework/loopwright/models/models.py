@@ -54,6 +54,12 @@ def frozen_by_lora(layer: Layer) -> list[Variable]:
   return [each for each in layer.weights if each.name in added]
 
 
+def passing_states(model: Model) -> list[Variable]:
+  """Returns what an evaluation may assign and gives back: of recurrent layers, of metrics."""
+  metrics = (each for part in parts(model) for each in getattr(part, "metrics", ()))
+  return [*recurrent_states(model), *(raw(v) for each in metrics for v in each.variables)]
+
+
 def recurrent_states(model: Model) -> list[Variable]:
   """Returns the states that recurrent layers keep from batch to batch."""
   kept = [getattr(each, "states", ()) for each in layers(model) if getattr(each, "stateful", 0)]
