@@ -150,8 +150,8 @@ def test_only_folders_of_processes_that_are_gone_go(kept, process):
 
 def ran(cache, spoiled=""):
   """Trains in a process of its own: programs before and after, what XLA compiles, the weights."""
-  unit = Path(__file__).parent
-  folders = [str(unit / "strategies"), str(unit.parent / "support"), str(unit.parents[1])]
+  unit = Path(__file__).parents[1]
+  folders = [str(unit / "distribution"), str(unit.parent / "support"), str(unit.parents[1])]
   command = [sys.executable, "-c", PROGRAM, str(cache), spoiled, *folders]
   done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
   assert done.returncode == 0, done.stderr[-2000:]
