@@ -13,6 +13,7 @@ Elements of a set, or keys such as `variable.ref()`, have no such place.
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import functools
 import itertools
@@ -97,10 +98,10 @@ def reachable(root: object, *, by_code: bool = True) -> Iterator[Place]:
       continue
     deep = place.of_network or models.is_keras(value)
     plain = place.bare and (not place.name or isinstance(value, (Mapping, list, tuple)))
-    for part, each in _data(value):
+    for part, each in _tolerant(_data(value)):
       if _is_followed(each):
         waiting.append(Place(_joined(place.name, part), each, value, plain, deep))
-    for part, each in _code(value) if by_code else ():
+    for part, each in _tolerant(_code(value)) if by_code else ():
       if _is_followed(each):
         code.append(Place(_joined(place.name, part), each, value, of_network=deep))
 
@@ -164,7 +165,20 @@ def _joined(name: str, part: str) -> str:
   return f"{name}.{part}" if name else part
 
 
+def _tolerant(parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+  """Yields up to where an object of a library raises something of its own."""
+  with contextlib.suppress(Exception):
+    yield from parts
+
+
 def _is_followed(value: Any) -> bool:
+  try:
+    return _may_hold(value)
+  except Exception:  # of a library's object, which raises something of its own
+    return False
+
+
+def _may_hold(value: Any) -> bool:
   if value is None or isinstance(value, (Hidden, *_OPAQUE)):
     return False
   if is_state(value) or isinstance(value, (Mapping, *_LISTS, *_POINTERS, weakref.ref)):
