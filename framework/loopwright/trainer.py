@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from loopwright.distribution import placement
 from loopwright.distribution.reduction import Reduction
-from loopwright.engine import examination, host_changes, step_parts, step_record, trainer_checks
+from loopwright.engine import host_changes, step_parts, step_record, trainer_checks
 from loopwright.engine.counters import Counters
 from loopwright.engine.iteration import Iterated
 from loopwright.graphs import grappler, xla
@@ -158,22 +158,19 @@ class Trainer(Iterated, AbstractTrainer):
 
         recompute_layers(task.model, recompute)
       self._make_counters()
-      built = adapters.build(
-        optimizer, task.variables_of, self.global_step,
-        fuse=fuse_updates, shard=shard_optimizer_state,
-      )  # fmt: skip
+      built = adapters.build(optimizer, task.variables_of, self.global_step, fuse=fuse_updates,
+                             shard=shard_optimizer_state)  # fmt: skip
       ema = adapters.averages(task.model, built, decay=ema_decay, step=self.global_step)
       self.metrics = self._sums()
+      padded = trainer_checks.why_padded(self, accumulation_steps)
       parts = step_parts.StepParts(
-        optimizers=built, ema=ema,
+        optimizers=built, ema=ema, padded=padded,
         loss_scale=(loss_scale or usual_loss_scale(models.compute_dtypes(task.model)))(),
         reduction=reduction() if callable(reduction) else reduction,
         global_step=self.global_step, seed=seed, global_batch_size=global_batch_size,
         clip_norm=clip_norm, clip_value=clip_value, accumulation_steps=accumulation_steps,
-        jit_compile=jit_compile, steps_per_program=steps_per_program,
-        replica_id=self.replica_id, observers=tuple(observers),
-        padded=trainer_checks.why_padded(global_batch_size, self.padded_batch_size,
-          strategy.num_replicas_in_sync, accumulation_steps),
+        jit_compile=jit_compile, steps_per_program=steps_per_program, replica_id=self.replica_id,
+        observers=tuple(observers),
       )  # fmt: skip
     self.state = task.loop_state = TaskState(task, self.placement.replicas)
     self._set(parts, step)
@@ -221,9 +218,8 @@ class Trainer(Iterated, AbstractTrainer):
     results["examples_per_second"] = ran * self.global_batch_size / seconds
     for observer in self.parts.observers:
       observer.loop_ends(results, done=done, ran=ran)
-    results |= derived_metrics(
-      self.task, results, self.metrics.sums, only_evaluated=self.metrics.only_evaluated
-    )
+    results |= derived_metrics(self.task, results, self.metrics.sums,
+                               only_evaluated=self.metrics.only_evaluated)  # fmt: skip
     return {**self.state_metrics(), **results}
 
   def examine(self) -> None:
@@ -237,6 +233,8 @@ class Trainer(Iterated, AbstractTrainer):
     self._placed()
     if self._examined is self._compiled_loop:
       return
+    from loopwright.engine import examination
+
     examination.examine(self, self._trace, self._iterator, self._input_wait, self._usual_scale)
     self._examined = self._compiled_loop
 
@@ -410,6 +408,8 @@ class Trainer(Iterated, AbstractTrainer):
     self.skipped_steps, self.nonfinite_step = made.skipped_steps, made.nonfinite_step
 
   def _run_loop(self, num_steps: tf.Tensor) -> None:
+    from loopwright.engine import examination
+
     examination.or_without_xla(self, lambda: self._run_loops(num_steps))
 
   def _run_loops(self, num_steps: tf.Tensor) -> None:

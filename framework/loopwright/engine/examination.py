@@ -10,7 +10,6 @@ from absl import logging
 
 from loopwright.graphs import xla
 from loopwright.models import models, replica_state
-from loopwright.models.reachable import reachable
 from loopwright.optimizers.loss_scale import LossScale, dynamic
 
 LONG = 10_000
@@ -58,8 +57,7 @@ def compare(trainer: Trainer, graph: tf.Graph | None, *, wait: InputWait) -> Non
   for one in trainer.parts.optimizers.values():
     slots = [*one.optimizer.variables, *one.fusion.variables]
     saved, equal = [*saved, *slots], [*equal, *slots, *one.variables]
-  for own in (trainer.metrics, wait):
-    saved += [place.variable for place in reachable(own, by_code=False)]
+  saved += [*trainer.metrics.variables, *wait.variables]
   transient = [*trainer.parts.observers, trainer.placement.ordering_tokens()]
   transient += [one.optimizer for one in trainer.parts.optimizers.values()]  # as its present rate
   trainer.state.examine(graph, saved=saved, equal=equal, transient=transient)

@@ -248,6 +248,11 @@ class InputWait:
       with tf.device("CPU:0"):
         self._sum = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="input_wait")
 
+  @property
+  def variables(self) -> list[tf.Variable]:
+    """What adds up; it begins anew with each loop."""
+    return [] if self._sum is None else [self._sum]
+
   def timed(self, iterator: Any) -> tuple[PerReplica, tf.Tensor]:
     """Returns the next global batch and the wait for it, float32 seconds (cross-replica)."""
     if (given := getattr(iterator, "batch", None)) is not None:  # a `Given` of ahead, several_steps

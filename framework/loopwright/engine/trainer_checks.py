@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
@@ -14,6 +14,9 @@ from loopwright.graphs.aliases import Model
 from loopwright.metrics.sums import MetricSums
 from loopwright.models import models
 from loopwright.optimizers.adapters import prefix
+
+if TYPE_CHECKING:
+  from loopwright.trainer import Trainer
 
 FLOATS = {"float16", "bfloat16", "float32", "float64"}
 
@@ -97,14 +100,13 @@ def require_initialized(graph: Any) -> None:
       )
 
 
-def why_padded(
-  global_batch_size: int, padded_batch_size: int, replicas: int, accumulation_steps: int
-) -> tuple[str, str] | None:
+def why_padded(trainer: Trainer, accumulation_steps: int) -> tuple[str, str] | None:
   """Returns why batches have rows without an example, and a remedy; None if they have none."""
-  if global_batch_size == padded_batch_size:
+  if trainer.global_batch_size == trainer.padded_batch_size:
     return None
+  replicas = trainer.strategy.num_replicas_in_sync
   steps = f" x {accumulation_steps} accumulation_steps" if accumulation_steps > 1 else ""
-  why = f"global_batch_size is {global_batch_size} for {replicas} replicas{steps}"
+  why = f"global_batch_size is {trainer.global_batch_size} for {replicas} replicas{steps}"
   return why, "choose a batch size that divides"
 
 

@@ -18,7 +18,6 @@ import tensorflow as tf
 from loopwright.errors import ConfigError, kind, require_integer
 from loopwright.graphs.aliases import AnySource, Batch
 from loopwright.graphs.autograph import as_written
-from loopwright.inputs import fingerprint
 from loopwright.inputs.checks import (
   check_array,
   check_text,
@@ -91,6 +90,8 @@ class Readable:
 
   def described(self, global_batch_size: int) -> dict[str, str]:
     """Returns name -> text of all that a run records of what it trains on (host)."""
+    from loopwright.inputs import fingerprint
+
     del global_batch_size
     weights = {name: mixture.shares.described() for name, (mixture, _) in self.mixtures().items()}
     return {fingerprint.TRAINING: self.fingerprint(), **weights}
@@ -181,10 +182,14 @@ class Source(Readable, abc.ABC):
     64 of another indexed source, and 64 MB. Of a stream it has only the types, because reading it
     takes as long as training does.
     """
+    from loopwright.inputs import fingerprint
+
     return fingerprint.of_rows(self, most=fingerprint.ROWS)
 
   def feature_kinds(self) -> dict[str, str]:
     """See `Readable.feature_kinds`."""
+    from loopwright.inputs import fingerprint
+
     first = fingerprint.first_row(self)
     return {name: f"{value.dtype.kind}{value.shape[1:]}" for name, value in first.items()}
 
@@ -231,6 +236,8 @@ class ArraySource(Source):
 
   def fingerprint(self) -> str:
     """See `Source.fingerprint`."""
+    from loopwright.inputs import fingerprint
+
     return fingerprint.of_rows(self, most=fingerprint.ROWS_OF_ARRAYS)
 
   def _in_memory(self) -> Batch:

@@ -110,6 +110,11 @@ class MetricSums:
     self.only_evaluated: set[str] = set()
     """PerExample metrics of the training step, which collects none."""
 
+  @property
+  def variables(self) -> list[tf.Variable]:
+    """What adds up; it begins anew with each loop."""
+    return [block.sums for block in self._blocks]
+
   def add(self, metrics: Mapping[str, Summed]) -> None:
     """Adds this replica's metrics; the trace fixes the names (replica context).
 
@@ -207,7 +212,7 @@ class _Block:
 
   def __init__(self, layout: Layout) -> None:
     self.layout = layout
-    self._sums = tf.Variable(
+    self.sums = tf.Variable(
       np.zeros([layout.size]),
       trainable=False,
       dtype=tf.float64,
@@ -215,20 +220,20 @@ class _Block:
       aggregation=tf.VariableAggregation.SUM,
       name="metric_sums",
     )
-    self._compiled_total = tf.function(self._sums.read_value, autograph=False)
+    self._compiled_total = tf.function(self.sums.read_value, autograph=False)
 
   def add(self, vector: tf.Tensor) -> None:
-    self._sums.assign_add(vector)
+    self.sums.assign_add(vector)
 
   def read(self) -> np.ndarray:
-    if isinstance(self._sums, tf.distribute.DistributedValues):
+    if isinstance(self.sums, tf.distribute.DistributedValues):
       # Compiled, the sum over replicas takes a fraction of the eager time.
       return self._compiled_total().numpy()
-    return self._sums.numpy()
+    return self.sums.numpy()
 
   def reset(self) -> None:
     zeros = np.zeros([self.layout.size])
-    self._sums.assign(zeros, read_value=False)  # reading sums over replicas
+    self.sums.assign(zeros, read_value=False)  # reading sums over replicas
 
 
 def _described(shape: tuple[int, ...] | None) -> str:

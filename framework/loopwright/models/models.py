@@ -37,6 +37,14 @@ def _keras_inside(holder: Model, seen: set[int]) -> Iterator[Layer]:
       yield from [child] if is_keras(child) else _keras_inside(child, seen)
 
 
+TABLES = (tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable)
+"""Tables that can be changed."""
+
+
+class Hidden:
+  """A base class of objects in which nothing is looked for."""
+
+
 def layers(model: Model) -> Iterator[Layer]:
   """Yields the layers of a model's Keras parts, with those inside others and the parts themselves.
 

@@ -29,8 +29,8 @@ from tensorflow.python.ops import stateful_random_ops
 from tensorflow.python.trackable import base
 
 from loopwright.models import models
+from loopwright.models.models import TABLES, Hidden
 
-TABLES = (tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable)
 _GENERATOR = "<tf random>"
 """The place of TensorFlow's global generator."""
 _MOST = 10_000
@@ -70,10 +70,6 @@ class Place(NamedTuple):
   holder: Any = None
   bare: bool = False
   of_network: bool = False
-
-
-class Hidden:
-  """A base class of objects in which nothing is looked for."""
 
 
 def reachable(root: object, *, by_code: bool = True) -> Iterator[Place]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -23,7 +23,10 @@ from loopwright.errors import ConfigError
 from loopwright.graphs import operations
 from loopwright.graphs.aliases import Variable
 from loopwright.models import models
-from loopwright.models.reachable import TABLES, Hidden, Place, follow, named_before, reachable
+from loopwright.models.models import TABLES, Hidden
+
+if TYPE_CHECKING:
+  from loopwright.models.reachable import Place
 
 _COPIES = "COPIES"
 _WORDS = {"Var": "a variable", "Look": "a table", "Queue": "a queue"}
@@ -90,7 +93,11 @@ class TaskState(tf.__internal__.tracking.TrackableDataStructure, Hidden):  # whi
 
     odd = {key for key, raw in raws.items() if is_odd(raw)}
     left = changes.keys() - known.keys()
-    for place in reachable(self._task) if left or odd or graph is None else ():
+    if not (left or odd or graph is None):
+      return
+    from loopwright.models.reachable import reachable
+
+    for place in reachable(self._task):
       raw, copies = models.raw(place.variable), by_handle([place.variable])
       whole_task = graph is None and not place.of_network and not known.keys() & copies.keys()
       if not (whole_task or left & copies.keys() or id(raw) in odd):
@@ -120,7 +127,11 @@ class TaskState(tf.__internal__.tracking.TrackableDataStructure, Hidden):  # whi
     layout = dict(key.split("/.ATTRIBUTES/", 1) for key in keys)
     self._shown, self._names, self.untaken, self._ambiguous = {}, {}, {}, set()
     known = {id(each) for each in tf.train.TrackableView(root).descendants()} if layout else set()
-    named = named_before(self._task) if before and layout else {}
+    named: dict[str, list[Place]] = {}
+    if before and layout:
+      from loopwright.models.reachable import named_before
+
+      named = named_before(self._task)
     for key, attribute in layout.items():
       name = re.sub(r"\.(.)", lambda sign: "/" if sign[1] == "S" else sign[1], key)
       found = named.get(name, []) if before else self._followed(name)
@@ -176,6 +187,8 @@ class TaskState(tf.__internal__.tracking.TrackableDataStructure, Hidden):  # whi
     ]
 
   def _followed(self, name: str) -> list[Place]:
+    from loopwright.models.reachable import Place, follow
+
     variable = follow(self._task, name)
     return [] if variable is None else [Place(name, variable)]
 

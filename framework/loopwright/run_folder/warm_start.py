@@ -16,7 +16,6 @@ import tensorflow as tf
 from loopwright.errors import ConfigError, unknown
 from loopwright.graphs.aliases import Model
 from loopwright.models import models
-from loopwright.models.reachable import named_before, reachable
 from loopwright.options.declaration import AT_THE_START
 
 if TYPE_CHECKING:
@@ -124,6 +123,8 @@ def _trained_beside(trainer: Trainer) -> dict[str, tf.Variable]:
   trained = {id(models.raw(each)) for one in optimizers for each in one.variables} - of_model
   if not trained:
     return {}
+  from loopwright.models.reachable import named_before, reachable
+
   named = [(f"state/{each.name}", each) for each in reachable(trainer.task)]
   before = named_before(trainer.task).items()
   named += [(f"task/{name}", places[0]) for name, places in before if len(places) == 1]
