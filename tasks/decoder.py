@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -24,6 +24,7 @@ from loopwright.layers.attention import require_way
 from loopwright.optimizers.groups import grouped
 from loopwright.tasks.language_model import (
   BYTES,
+  ROTARY_BASE,
   START,
   Attend,
   pieces,
@@ -161,6 +162,19 @@ class Decoder(keras.Model):
     for name in self._names:  # attributes: tf.train.Checkpoint does not track a list
       setattr(self, name, DecoderBlock(name=name, width=width, heads=heads, groups=groups))
     self.norm = keras.layers.RMSNormalization()
+
+  @property
+  def transformers_config(self) -> dict[str, Any]:
+    """The config.json of transformers for the weights; {} if none fits."""
+    first = getattr(self, self._names[0])
+    return {} if self._output_scale != 1.0 else {
+      "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+      "vocab_size": START + 1, "bos_token_id": START, "tie_word_embeddings": True,
+      "num_hidden_layers": len(self._names), "hidden_size": first.down.units,
+      "intermediate_size": first.up.units, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+      "num_attention_heads": first.down.units // self._size, "num_key_value_heads": self._groups,
+      "head_dim": self._size, "rope_theta": ROTARY_BASE,
+    }  # fmt: skip
 
   def call(self, inputs: Mapping[str, tf.Tensor], training: bool = False) -> tf.Tensor:
     """Returns logits [n, length, 256] for "token" and "position", both int32 [n, length]."""

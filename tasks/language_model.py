@@ -43,6 +43,7 @@ if __name__ == "__main__":  # gin would import this module a second time, under 
 BYTES = 256
 START = 256
 """The token before the first byte of a document; only an input, never a target."""
+ROTARY_BASE = 10_000.0
 NO_TARGET = -1
 INPUTS = ("token", "position")
 """The features that the network reads."""
@@ -342,7 +343,7 @@ def rotary_angles(position: tf.Tensor, size: int, dtype: str) -> tuple[tf.Tensor
 
   Su et al., "RoFormer" (2021), equations 14 and 15.
   """
-  frequency = 10_000.0 ** -(np.arange(size // 2) / (size // 2))
+  frequency = ROTARY_BASE ** -(np.arange(size // 2) / (size // 2))
   angle = keras.ops.cast(position, dtype)[:, :, None, None] * keras.ops.cast(frequency, dtype)
   return keras.ops.cos(angle), keras.ops.sin(angle)
 

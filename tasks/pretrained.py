@@ -20,6 +20,7 @@ writes the network of a run, its adapters merged, as a preset for KerasHub; with
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -28,7 +29,8 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -53,6 +55,8 @@ if __name__ == "__main__":  # gin would import this module a second time, under 
 
 _ADAPTER = "lora"
 """Part of the names that Keras gives the variables of LoRA."""
+_PARTS = {"token_ids": "ids", "segment_ids": "type_ids", "padding_mask": "attention_mask"}
+"""Inputs of KerasHub's classifiers -> what tokenizers calls them."""
 _COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
   "bert": {
     "hidden_act": ("gelu", "gelu_new"), "layer_norm_eps": (1e-12,),
@@ -111,7 +115,10 @@ class Pretrained(ReadAtEachStart):
           f"{' or '.join(map(repr, known))}; give a model that was trained so."
         )
     try:
-      return getattr(models, kind).from_preset(self.preset, **options)
+      with self._as_keras_hub_looks() as folder:
+        return getattr(models, kind).from_preset(folder, **options)
+    except ConfigError:
+      raise
     except Exception as error:  # of KerasHub, safetensors and HDF5: each has its own
       raise ConfigError(
         f"{who}which keras_hub.models.{kind} cannot read ({first_line(error)[:200]}); give a "
@@ -127,6 +134,54 @@ class Pretrained(ReadAtEachStart):
     with bounded.reading(path, "give a folder that transformers wrote"):
       found = json.loads(files.read(path))
     return found if "model_type" in found else {}
+
+  @functools.cached_property
+  def tokenizer(self) -> Any:
+    """The tokenizer of a folder of transformers that has tokenizer.json; None for other presets."""
+    path = os.path.join(self.preset, "tokenizer.json")
+    if not self.config or not os.path.isfile(path):
+      return None
+    try:
+      made = importlib.import_module("tokenizers").Tokenizer.from_file(path)
+    except Exception as error:  # of a library in Rust, which raises Exception itself
+      raise ConfigError(
+        f"{path!r} cannot be read ({first_line(error)[:200]}); give the tokenizer.json that "
+        "transformers wrote, and the package tokenizers in a version that knows it."
+      ) from error
+    made.no_truncation()
+    made.no_padding()
+    return made
+
+  @contextlib.contextmanager
+  def _as_keras_hub_looks(self) -> Iterator[str]:
+    """Gives the preset, with the vocabulary of tokenizer.json in the files that KerasHub reads."""
+    if self.tokenizer is None:
+      yield self.preset
+      return
+    told, vocabulary = json.loads(self.tokenizer.to_str()), self.tokenizer.get_vocab()
+    kind, names = told["model"]["type"], os.listdir(self.preset)
+    if kind == "WordPiece":
+      lowercase = bool((told["normalizer"] or {}).get("lowercase"))
+      made = {
+        "vocab.txt": "\n".join(sorted(vocabulary, key=vocabulary.__getitem__)),
+        "tokenizer_config.json": json.dumps({"do_lower_case": lowercase}),
+      }
+    elif kind == "BPE" and '"ByteLevel"' in json.dumps(told["pre_tokenizer"]):
+      merges = "\n".join(map(" ".join, told["model"]["merges"]))
+      made = {"vocab.json": json.dumps(vocabulary), "merges.txt": merges}
+    elif any(name.endswith(".model") for name in names):  # SentencePiece, which KerasHub reads
+      made = {}
+    else:
+      raise ConfigError(
+        f"{type(self).__name__}.preset is {self.preset!r}, whose tokenizer.json is of the kind "
+        f"{kind!r}; it must be WordPiece or byte-level BPE, or have SentencePiece's .model beside."
+      )
+    with tempfile.TemporaryDirectory() as folder:
+      for name in set(names) - made.keys():
+        os.symlink(os.path.abspath(os.path.join(self.preset, name)), os.path.join(folder, name))
+      for name, text in made.items():
+        files.atomic_write(os.path.join(folder, name), text.encode())
+      yield folder
 
   def build_model(self) -> Any:
     """Returns the network; with adapters, those and the head alone, by name."""
@@ -192,9 +247,17 @@ class FineTunedClassifier(Pretrained):
     """Returns the tokens and labels of a split; all texts are tokenised here, once."""
     preprocessor = self.of_preset("TextClassifierPreprocessor", sequence_length=self.length)
     texts, labels = self._data.splits[split]
-    read = tf.data.Dataset.from_tensor_slices(list(texts)).batch(_AT_ONCE).map(preprocessor)
-    batches = list(read.as_numpy_iterator())  # 20 times as fast as one call for all
-    tokens = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    if self.tokenizer is None:
+      read = tf.data.Dataset.from_tensor_slices(list(texts)).batch(_AT_ONCE).map(preprocessor)
+      batches = list(read.as_numpy_iterator())  # 20 times as fast as one call for all
+      tokens = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    else:
+      self.tokenizer.enable_truncation(self.length)
+      self.tokenizer.enable_padding(length=self.length, pad_id=preprocessor.tokenizer.pad_token_id)
+      rows = self.tokenizer.encode_batch([_decoded(text) for text in texts])
+      parts = {name: np.array([getattr(row, part) for row in rows], np.int32)
+               for name, part in _PARTS.items()}  # fmt: skip
+      tokens = {name: parts[name] for name in preprocessor(["a"])}
     label = np.array([self.labels.index(each) for each in labels], np.int32)
     return ArraySource(features={**tokens, "label": label})
 
@@ -247,7 +310,11 @@ class FineTunedLM(Pretrained):
     """Returns rows of `length` + 1 tokens; the rest at the end, shorter than a row, is left out."""
     tokenizer, stream = self.of_preset("Tokenizer"), list[int]()
     for document in self._corpus.documents(split):
-      stream += np.asarray(tokenizer(document.decode("utf-8", "replace"))).tolist()
+      text = _decoded(document)
+      if self.tokenizer is None:
+        stream += np.asarray(tokenizer(text)).tolist()
+      else:
+        stream += self.tokenizer.encode(text, add_special_tokens=False).ids
       stream.append(tokenizer.end_token_id)
     width = self.length + 1
     rows = len(stream) // width
@@ -336,6 +403,10 @@ def to_transformers(task: Pretrained, to: str) -> None:
       shutil.copy(os.path.join(task.preset, name), to)
   files.atomic_write(os.path.join(to, "config.json"), json.dumps(config, indent=2).encode())
   safetensors_files.write(os.path.join(to, f"model{safetensors_files.SUFFIX}"), named)
+
+
+def _decoded(text: str | bytes) -> str:
+  return text.decode("utf-8", "replace") if isinstance(text, bytes) else text
 
 
 def _is_frozen_matrix(layer: keras.Layer) -> bool:

@@ -6,6 +6,7 @@ Those of Hugging Face's transformers are also computed with NumPy, before and af
 import json
 import subprocess
 import sys
+import types
 
 import keras
 import numpy as np
@@ -14,6 +15,8 @@ import pytest
 import runs
 import safetensors.numpy
 import tensorflow as tf
+from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer, Tokenizer
+from tokenizers.models import BPE, Unigram
 
 import loopwright
 from loopwright import configurables
@@ -24,7 +27,7 @@ from loopwright.strategies import factories
 from loopwright.tasks import pretrained
 from loopwright.tasks.language_model import TextFiles
 from loopwright.tasks.pretrained import FineTunedClassifier, FineTunedLM
-from loopwright.tasks.text_classification import text_files
+from loopwright.tasks.text_classification import TextData, text_files
 from loopwright.tools.exports import export
 
 hub = pytest.importorskip("keras_hub").models
@@ -74,14 +77,20 @@ def gpt2_shapes():
   return shapes
 
 
-def write(folder, config, shapes):
-  """A folder as transformers writes it, with a tensor that no network here has."""
+def write(folder, config, shapes, five=False):
+  """A folder as transformers 4 writes it, or 5; with a tensor that no network here has."""
   folder.mkdir()
   rng = np.random.default_rng(7)
   values = {n: rng.normal(0, 0.3, shape).astype(np.float32) for n, shape in shapes.items()}
   values["cls.predictions.bias"] = np.ones(3, np.float32)
   safetensors.numpy.save_file(values, folder / "model.safetensors", {"format": "pt"})
   (folder / "config.json").write_text(json.dumps(config))
+  if five:
+    bert = BertWordPieceTokenizer({word: row for row, word in enumerate(WORDS)})
+    gpt2 = ByteLevelBPETokenizer(PIECES, [(one, other) for one, other in map(str.split, MERGES)])
+    gpt2.add_special_tokens(["<|endoftext|>"])
+    {"bert": bert, "gpt2": gpt2}[config["model_type"]].save(str(folder / "tokenizer.json"))
+    return
   (folder / "tokenizer_config.json").write_text('{"do_lower_case": true}')
   (folder / "vocab.txt").write_text("\n".join(WORDS))
   (folder / "vocab.json").write_text(json.dumps(PIECES))
@@ -181,16 +190,16 @@ def given(task, count):
 
 
 @pytest.mark.parametrize(
-  ("make", "config", "shapes", "options"),
+  ("make", "config", "shapes", "options", "five"),
   [
-    (classifier, BERT, bert_shapes, {}),
-    (language_model, GPT2, gpt2_shapes, {"lora_rank": None}),
-    (language_model, GPT2, gpt2_shapes, {"int8": True}),
+    (classifier, BERT, bert_shapes, {}, True),
+    (language_model, GPT2, gpt2_shapes, {"lora_rank": None}, True),
+    (language_model, GPT2, gpt2_shapes, {"int8": True}, False),
   ],
 )
-def test_folders_of_transformers_in_and_out(presets, tmp_path, make, config, shapes, options):
+def test_folders_of_transformers_in_and_out(presets, tmp_path, make, config, shapes, options, five):
   """What NumPy computes from the file is what the network does, untrained and written again."""
-  write(tmp_path / "in", config, shapes())
+  write(tmp_path / "in", config, shapes(), five)
   task = make(presets, preset=tmp_path / "in", **options)
   task.build_model()
   x = given(task, 1)[0]
@@ -224,6 +233,24 @@ def test_folders_of_transformers_in_and_out(presets, tmp_path, make, config, sha
   one, other = (each.network.backbone(x) for each in (task, again))
   for left, right in zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True):
     np.testing.assert_allclose(left, right, atol=1e-6)
+
+
+def test_tokens_are_those_of_transformers(presets, tmp_path):
+  """KerasHub itself keeps accents and what is no character, and takes [SEP] apart."""
+  for config, shapes in ((BERT, bert_shapes), (GPT2, gpt2_shapes)):
+    write(tmp_path / config["model_type"], config, shapes(), five=True)
+  task = classifier(presets, preset=tmp_path / "bert", length=6)
+  texts = (b"Th\xc3\xa9 F\x07ILM", b"a\xc2\xa0film [SEP] is so good", b"\xff")
+  task._data = TextData(splits={"train": (texts, ("no", "yes", "no"))})
+  made = task.source("train").fetch(tf.range(3))
+  expected = [[2, 5, 6, 3, 0, 0], [2, 10, 6, 3, 7, 3], [2, 3, 0, 0, 0, 0]]
+  assert made["token_ids"].numpy().tolist() == expected
+  assert made["padding_mask"].numpy().sum(1).tolist() == [4, 6, 2]
+  assert not made["segment_ids"].numpy().any()
+  task = language_model(presets, preset=tmp_path / "gpt2", length=6)
+  task._corpus = types.SimpleNamespace(documents=lambda split: [b"a  ab<|endoftext|>b a"])
+  row = task.source("train").fetch(tf.range(1))["token"].numpy().tolist()
+  assert row == [[1, 0, 6, 7, 2, 3, 7]]
 
 
 def fitted(task):
@@ -391,17 +418,24 @@ def test_wrong_options_are_one_line(presets, options, line):
 
 
 @pytest.mark.parametrize(
-  ("config", "line"),
+  ("config", "tokenizer", "line"),
   [
-    (BERT, r"which keras_hub.models.TextClassifier cannot read \(File does not contain tensor"),
     (
-      BERT | {"hidden_act": "relu"},
-      "has hidden_act = 'relu', but KerasHub computes with 'gelu' or",
+      BERT,
+      None,
+      r"which keras_hub.models.TextClassifier cannot read \(File does not contain tensor",
     ),
+    (BERT | {"hidden_act": "relu"}, None, "has hidden_act = 'relu', but KerasHub computes with"),
+    (BERT, Unigram([("a", 0.0)], 0), "is of the kind 'Unigram'; it must be WordPiece or byte-leve"),
+    (BERT, BPE({"a": 0}, []), "is of the kind 'BPE'; it must be WordPiece or byte-level BPE, or"),
+    (BERT, "{", r"tokenizer.json' cannot be read \(EOF while parsing an object"),
   ],
 )
-def test_a_preset_that_cannot_be_read_is_one_line(presets, tmp_path, config, line):
+def test_a_preset_that_cannot_be_read_is_one_line(presets, tmp_path, config, tokenizer, line):
   write(tmp_path / "in", config, {"wte.weight": (8, 16)})
+  if tokenizer is not None:
+    told = tokenizer if tokenizer == "{" else Tokenizer(tokenizer).to_str()
+    (tmp_path / "in" / "tokenizer.json").write_text(told)
   task = classifier(presets, preset=tmp_path / "in")
   with pytest.raises(ConfigError, match=line):
     task.build_model()

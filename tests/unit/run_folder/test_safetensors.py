@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 
 import keras
 import numpy as np
@@ -17,11 +18,11 @@ import loopwright
 from loopwright import commands, configurables
 from loopwright.errors import ConfigError
 from loopwright.run_folder import safetensors_files
-from loopwright.run_folder.matching import Names
 from loopwright.run_folder.warm_start import WarmStart
 from loopwright.runs import runner
 from loopwright.strategies import factories
 from loopwright.tasks.decoder import decoder
+from loopwright.tools.exports import one_file
 
 RNG = np.random.default_rng(4)
 HEADS, GROUPS, SIZE = 4, 2, 4
@@ -36,18 +37,20 @@ def network():
 
 
 def save(model, path):
-  safetensors_files.write(str(path), Names(model).in_file(getattr(model, "weight_names", {})))
+  one_file._safetensors(types.SimpleNamespace(model=model), str(path))
 
 
-def computed(weights, tokens):
-  """Logits [length, 256] of Qwen3's architecture, from arrays of Hugging Face's names, float64."""
+def computed(weights, config, tokens):
+  """Logits [length, 256] of Qwen3's architecture, from Hugging Face's names, in float64."""
+  size, base, epsilon = (config[name] for name in ("head_dim", "rope_theta", "rms_norm_eps"))
+  shared = config["num_attention_heads"] // config["num_key_value_heads"]
 
   def norm(x, name):
-    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * w[f"{name}.weight"]
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon) * w[f"{name}.weight"]
 
   def turned(x):  # [length, heads, size]
-    rates = 10_000.0 ** -(np.arange(SIZE // 2) / (SIZE // 2))
-    pair = x[..., : SIZE // 2] + 1j * x[..., SIZE // 2 :]
+    rates = base ** -(np.arange(size // 2) / (size // 2))
+    pair = x[..., : size // 2] + 1j * x[..., size // 2 :]
     pair = pair * np.exp(1j * np.arange(len(x))[:, None, None] * rates)
     return np.concatenate([pair.real, pair.imag], axis=-1)
 
@@ -57,12 +60,12 @@ def computed(weights, tokens):
   w = {name: value.astype(np.float64) for name, value in weights.items()}
   x = w["model.embed_tokens.weight"][tokens]
   hidden = np.tri(len(tokens)) == 0
-  for layer in ("model.layers.0", "model.layers.1"):
+  for layer in (f"model.layers.{number}" for number in range(config["num_hidden_layers"])):
     own, y = f"{layer}.self_attn", norm(x, f"{layer}.input_layernorm")
-    q, k, v = (linear(y, f"{own}.{n}_proj").reshape(len(tokens), -1, SIZE) for n in "qkv")
+    q, k, v = (linear(y, f"{own}.{n}_proj").reshape(len(tokens), -1, size) for n in "qkv")
     q, k = turned(norm(q, f"{own}.q_norm")), turned(norm(k, f"{own}.k_norm"))
-    k, v = (np.repeat(each, HEADS // GROUPS, axis=1) for each in (k, v))
-    scores = np.where(hidden, -np.inf, np.einsum("qhd,khd->hqk", q, k) / np.sqrt(SIZE))
+    k, v = (np.repeat(each, shared, axis=1) for each in (k, v))
+    scores = np.where(hidden, -np.inf, np.einsum("qhd,khd->hqk", q, k) / np.sqrt(size))
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
     mixed = np.einsum("hqk,khd->qhd", scores / scores.sum(axis=-1, keepdims=True), v)
     x = x + linear(mixed.reshape(len(tokens), -1), f"{own}.o_proj")
@@ -81,7 +84,11 @@ def test_a_decoder_has_the_names_of_hugging_face_both_ways(tmp_path):
   report = WarmStart(path=str(tmp_path), strict=True).load(read)
   assert report.count("matched") == len(weights) == 24
   batch = {"token": tokens[None], "position": np.arange(len(tokens))[None]}
-  np.testing.assert_allclose(read(batch)[0], computed(weights, tokens), atol=2e-5)
+  config = json.loads((tmp_path / "config.json").read_text())
+  np.testing.assert_allclose(read(batch)[0], computed(weights, config, tokens), atol=2e-5)
+  shapes = {name: list(value.shape) for name, value in weights.items()}
+  assert shapes["model.embed_tokens.weight"] == [config["vocab_size"], config["hidden_size"]]
+  assert shapes["model.layers.0.mlp.up_proj.weight"][0] == config["intermediate_size"]
 
 
 def test_shards_are_read_by_their_index_and_half_precision_is_cast(tmp_path):

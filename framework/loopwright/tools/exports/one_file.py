@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -23,8 +24,8 @@ def export_file(model_dir: str, kind: str) -> str:
   """Writes <model_dir>/model.<ending>; returns a line about it (host).
 
   The weights are those that the run evaluates. "safetensors" has them under the model's
-  `weight_names` if it has them; "keras" is the Keras model; "onnx" and "litert" are what
-  `Task.export_signature` serves.
+  `weight_names` if it has them, beside a config.json with its `transformers_config`; "keras" is the
+  Keras model; "onnx" and "litert" are what `Task.export_signature` serves.
 
   Raises:
     ConfigError: the folder has no run, or no complete checkpoint of it, or a folder of that name;
@@ -40,6 +41,9 @@ def export_file(model_dir: str, kind: str) -> str:
 def _safetensors(task: Any, path: str) -> str:
   values = Names(task.model).in_file(getattr(task.model, "weight_names", {}))
   safetensors_files.write(path, values)
+  if config := getattr(task.model, "transformers_config", None):
+    beside = os.path.join(os.path.dirname(path), "config.json")
+    files.atomic_write(beside, json.dumps(config, indent=2).encode())
   return f"{len(values)} variables, {sum(v.size for v in values.values()):,} parameters"
 
 
