@@ -345,8 +345,8 @@ def _official(module: str) -> Any:
     return importlib.import_module(module)
   except ImportError as error:
     raise ConfigError(
-      f"{module} of the Model Garden cannot be imported ({error}); start with "
-      "`uv run --extra garden loopwright ...`, or `pip install -e '.[garden]'` first. Modules of "
+      f"{module} of the Model Garden cannot be imported ({error}); run: pip install "
+      "--no-deps tf-models-official==2.20.0 && pip install pyyaml tensorflow-datasets. Modules of "
       "official.vision need further packages: see docs/models-from-elsewhere.md."
     ) from error
 

@@ -293,11 +293,11 @@ def test_an_experiment_that_there_is_not(garden):
   assert "train_dta" in message
 
 
-def test_a_missing_package_is_named_with_the_extra(monkeypatch):
+def test_a_missing_package_is_named_with_what_installs_it(monkeypatch):
   monkeypatch.setitem(sys.modules, "official.core.exp_factory", None)
   message = error_of(lambda: garden_experiment(name="points"))
   assert "official.core.exp_factory of the Model Garden cannot be imported" in message
-  assert "uv run --extra garden" in message
+  assert "pip install --no-deps tf-models-official==2.20.0 && pip install pyyaml" in message
 
 
 def test_just_one_task(garden):
