@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import browser
+import numpy as np
 import pytest
 
 from loopwright import commands
@@ -169,7 +170,8 @@ def test_the_page_shows_results_configs_goodput_verify_samples_and_environment(m
     ["a", "1", "2", "stopped", "0.5", "loss 0.5 @2"],
     ["b", "2", "2", "stopped", "0.25", "loss 0.25 @2"],
   ]
-  assert "The best: b, loss 0.25 @2; x.y = 2" in found.texts("p")
+  card = ["The best of 2 runs: b, at step 2", "loss 0.25", "x.y = 2"]
+  assert found.texts("p")[2:5] == card
   assert rows(found, "bindings")[1:] == [["x.y", "1", "2"]]
   assert rows(found, "part")[1:] == [
     ["training", "3.00 s, 75.0 %"],
@@ -359,7 +361,7 @@ def test_texts_and_curves_have_contrast_in_light_and_dark():
   style, script = (folder / "page.css").read_text(), (folder / "page.js").read_text()
   light, dark = (
     dict(re.findall(r"--(\w+): (#\w+)", part))
-    for part in re.findall(r":root \{([^}]*)\}", style.replace("#fff;", "#ffffff;"))
+    for part in re.findall(r":root\S* \{([^}]*)\}", style.replace("#fff;", "#ffffff;"))
   )
   for colors, name in ((light, "onLight"), (dark, "onDark")):
     for text in ("text", "soft", "bad"):
@@ -380,7 +382,7 @@ def test_201_runs_are_a_page_of_a_few_screens():
   with browser.opened(Path("r.html").resolve().as_uri()) as opened:
     opened.wait("document.querySelectorAll('#plot-0 .scatterlayer .trace').length === 24")  # colors
     assert opened.value("document.documentElement.scrollHeight") < 5 * 900
-    assert opened.value("document.querySelectorAll('.choose input').length") == 204
+    assert opened.value("document.querySelectorAll('.choose input').length") == 205
     start = opened.value("document.querySelector('#results a').getAttribute('href')")
     command = opened.value(f"document.querySelector('{start}').parentElement.textContent")
     assert "tensorboard --logdir runs/r0" in command
@@ -433,6 +435,57 @@ def test_many_runs_are_sorted_colored_and_compared_in_a_browser():
     flat = "[...Array(99).keys()].map(i => i / 99)"
     assert opened.value(f"most([...{flat}, 1e6])") == pytest.approx([-0.076, 1.076], abs=0.01)
     assert opened.value(f"most({flat})") is None
+    assert opened.problems == []
+
+
+def seeds_of_two_rates():
+  """Makes three runs of each; returns their losses, [rate, seed, evaluation]."""
+  losses = np.random.default_rng(0).uniform(1, 2, [2, 3, 4])
+  losses[:, 2, 3] = np.nan  # a run that has ended: the mean of the others goes on
+  for rate, seed in np.ndindex(2, 3):
+    row = [loss for loss in losses[rate, seed] if loss > 0]
+    logs = [line(s, "eval", 60.0 * s * (seed + 1), loss=v) for s, v in enumerate(row, 1)]
+    config = f"run.train_steps = 9\nrun.seed = {seed}\nx.rate = {rate}\n"
+    make(f"runs/a{'-long' * 20}-name-{rate}-{seed}", *logs, config=config)
+  return losses
+
+
+@pytest.mark.whole
+def test_runs_of_several_seeds_are_a_mean_and_a_band():
+  losses = seeds_of_two_rates()
+  report("runs")
+  mean, deviation = np.nanmean(losses, axis=1), np.nanstd(losses, axis=1, ddof=1)
+  with browser.opened(Path("r.html").resolve().as_uri(), height=2000) as opened:
+    opened.wait("document.getElementById('plot-0').data?.length === 4")
+    drawn = opened.value("document.getElementById('plot-0').data.map(({x, y}) => ({x, y}))")
+    np.testing.assert_allclose([each["y"] for each in drawn[2:]], mean, rtol=1e-12)
+    edges = np.concatenate([mean + deviation, (mean - deviation)[:, ::-1]], axis=1)
+    np.testing.assert_allclose([each["y"] for each in drawn[:2]], edges, rtol=1e-12)
+    opened.value("over.value = 'minutes'; over.dispatchEvent(new Event('change'))")
+    found = opened.value("document.getElementById('plot-0').data[2].x")
+    np.testing.assert_allclose(found, [0, 2, 4, 4.5], rtol=1e-12)
+    opened.value("find('mean').click()")
+    assert opened.value("document.getElementById('plot-0').data.length") == 2  # six, by color
+    assert opened.problems == []
+
+
+@pytest.mark.whole
+def test_on_paper_a_page_is_light_whole_and_without_controls():
+  seeds_of_two_rates()
+  report("runs")
+  shown = (
+    "[...document.querySelectorAll('nav, .modebar, #controls input')].some(e => e.offsetWidth)"
+  )
+  cut = "[...document.querySelectorAll('.wide')].some(e => e.scrollWidth > e.clientWidth + 1)"
+  paper = "document.getElementById('plot-0').layout.paper_bgcolor"
+  with browser.opened(Path("r.html").resolve().as_uri(), width=718) as opened:
+    for media, when, color in (("screen", "after", "#12181f"), ("print", "before", "#fff")):
+      dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+      opened.call("Emulation.setEmulatedMedia", media=media, features=dark)
+      opened.value(f"scrollTo(0, 1e6); dispatchEvent(new Event('{when}print'))")
+      opened.wait(f"{paper} === '{color}'")
+      assert opened.value(f"[{shown}, {cut}]") == [media == "screen"] * 2
+    assert opened.value("find('against').layout.paper_bgcolor") == "#fff"
     assert opened.problems == []
 
 

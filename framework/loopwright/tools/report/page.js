@@ -8,12 +8,19 @@ const onDark = ["#58a6ff", "#ff9e4a", "#56d364", "#ff7b72", "#c297ff",
                 "#d3a18f", "#f778ba", "#a8b3bf", "#d4d04a", "#4fd1de"];
 const shades = 24;  // colors of a numeric binding
 const isMany = data.runs.length > 20;  // then a binding colors them at first, and training is left out
-const dark = matchMedia("(prefers-color-scheme: dark)");
+const dark = matchMedia("(prefers-color-scheme: dark)"), root = document.documentElement;
+const isPaper = () => root.classList.contains("paper"), isDark = () => dark.matches && !isPaper();
 const find = id => document.getElementById(id);
-const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const style = name => getComputedStyle(root).getPropertyValue(name).trim();
 const escaped = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;");  // Plotly reads HTML
 const buttons = [["toImage", "zoom2d", "pan2d", "autoScale2d", "resetScale2d"]];  // none uploads
 const bindings = Object.keys(data.bindings);
+const seed = "run.seed", repeated = "all but run.seed";
+const others = bindings.filter(each => each !== seed);
+const groups = data.runs.map((_, run) =>
+  others.map(name => `${name} = ${data.bindings[name][run]}`).join("; ") || "all runs");
+const isRepeated = bindings.includes(seed) && new Set(groups).size < data.runs.length;
+const valuesOf = name => name === repeated ? groups : data.bindings[name];
 const hidden = new Set(), filtered = new Set();  // runs: without their box, without the filter's text
 const isShown = run => !hidden.has(run) && !filtered.has(run);
 
@@ -27,12 +34,12 @@ function make(tag, attributes, ...children) {
 
 function contrast(red, green, blue) {  // on the page, WCAG 2; parts from 0 to 1
   const [r, g, b] = [red, green, blue].map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-  const own = 0.2126 * r + 0.7152 * g + 0.0722 * b, page = dark.matches ? 0.009 : 1;
+  const own = 0.2126 * r + 0.7152 * g + 0.0722 * b, page = isDark() ? 0.009 : 1;
   return (Math.max(own, page) + 0.05) / (Math.min(own, page) + 0.05);
 }
 
 function ofHue(hue, least = 3.2) {  // the color of a hue, in degrees, with this contrast on the page
-  for (let light = dark.matches ? 0.4 : 0.6; light > 0 && light < 1; light += dark.matches ? 0.02 : -0.02) {
+  for (let light = isDark() ? 0.4 : 0.6; light > 0 && light < 1; light += isDark() ? 0.02 : -0.02) {
     const part = n => {
       const k = (n + hue / 30) % 12;
       return light - 0.7 * Math.min(light, 1 - light) * Math.max(-1, Math.min(k - 3, 9 - k, 1));
@@ -44,7 +51,7 @@ function ofHue(hue, least = 3.2) {  // the color of a hue, in degrees, with this
 }
 
 function ofKinds() {  // value of what colors the runs -> its color, in the order of a legend
-  const kinds = [...new Set(by && by.value ? data.bindings[by.value] : data.runs.keys())];
+  const kinds = [...new Set(by && by.value ? valuesOf(by.value) : data.runs.keys())];
   const numbers = kinds.filter(each => each !== "-");
   if (by && by.value && numbers.every(each => Number.isFinite(Number(each)))) {
     numbers.sort((a, b) => a - b);  // from blue for the least to red
@@ -54,13 +61,13 @@ function ofKinds() {  // value of what colors the runs -> its color, in the orde
     return new Map([...numbers.map((each, rank) => [each, ofHue(hue(rank))]), ...none]);
   }
   if (kinds.length <= onLight.length)
-    return new Map(kinds.map((each, place) => [each, (dark.matches ? onDark : onLight)[place]]));
+    return new Map(kinds.map((each, place) => [each, (isDark() ? onDark : onLight)[place]]));
   // No two alike, as the golden angle never comes round; neighbors differ in lightness too.
   return new Map(kinds.map((each, place) => [each, ofHue(137.508 * place % 360, [3.2, 5, 8][place % 3])]));
 }
 
 let kindColors = new Map();
-const kind = run => by && by.value ? data.bindings[by.value][run] : run;
+const kind = run => by && by.value ? valuesOf(by.value)[run] : run;
 const color = run => kindColors.get(kind(run));
 
 function drawLegend() {
@@ -72,7 +79,7 @@ function drawLegend() {
     mark.style.background = own;
     return make("span", {}, mark, ` ${shortened(name)}`);
   });
-  find("legend").replaceChildren(...(chips.length ? [`${by.value}: `, ...chips] : []));
+  find("legend").replaceChildren(...(chips.length ? [by.value === repeated ? "" : `${by.value}: `, ...chips] : []));
   find("legend").hidden = !chips.length;
 }
 
@@ -93,7 +100,7 @@ function smoothed(values) {  // an exponential moving average that starts withou
 
 const axis = () => ({gridcolor: style("--line"), zeroline: false, automargin: true, tickformat: "~g"});
 const base = () => ({
-  font: {color: style("--text"), size: 12}, paper_bgcolor: style("--page"), plot_bgcolor: style("--page"),
+  font: {color: style("--text"), size: 12}, ...(isPaper() ? {width: 340, height: 250} : {}), paper_bgcolor: style("--page"), plot_bgcolor: style("--page"),
   hovermode: "closest", hoverlabel: {namelength: -1, align: "left"},
 });
 const options = {responsive: true, displaylogo: false, modeBarButtons: buttons};
@@ -101,6 +108,50 @@ const options = {responsive: true, displaylogo: false, modeBarButtons: buttons};
 function shownOf(plot) {  // without training if it is not wanted and there are evaluations
   const some = plot.curves.filter(curve => isShown(curve.run)), evals = some.filter(curve => curve.split === "eval");
   return training.checked || !evals.length ? some : evals;
+}
+
+const isMean = () => by !== null && by.value !== "" && mean.checked;
+
+function average(curves) {  // of the runs that have begun and not ended at a step: mean and deviation of a sample
+  const all = curves.map(curve => {
+    const values = curve.split === "eval" ? curve.values : smoothed(curve.values);
+    return {first: curve.steps[0], last: curve.steps[curve.steps.length - 1],
+            at: new Map(curve.steps.map((step, index) => [step, [curve[over.value][index], values[index]]]))};
+  });
+  const steps = [...new Set(curves.flatMap(curve => curve.steps))].sort((a, b) => a - b), found = [];
+  steps.forEach(step => {
+    const going = all.filter(each => each.first <= step && step <= each.last), points = going.map(each => each.at.get(step));
+    if (points.includes(undefined)) return;  // of another set of runs, the mean would jump
+    const [places, values] = [0, 1].map(part => points.map(point => point[part])), count = points.length;
+    const of = list => list.reduce((sum, each) => sum + each, 0) / count, center = of(values);
+    const squares = values.reduce((sum, each) => sum + (each - center) ** 2, 0);
+    found.push(values.includes(null) ? {x: of(places), y: null, count} : {
+      x: of(places), y: center, deviation: count > 1 ? Math.sqrt(squares / (count - 1)) : 0, least: Math.min(...values), count});
+  });
+  return found;
+}
+
+function means(plot) {  // of the runs of one color a line, and a band of one deviation on both sides
+  const parts = new Map();
+  shownOf(plot).forEach(curve => {
+    const key = color(curve.run) + curve.split;
+    parts.set(key, [...parts.get(key) || [], curve]);
+  });
+  const drawn = [...parts.values()].map(curves => {
+    const isEval = curves[0].split === "eval", own = color(curves[0].run), points = average(curves), x = points.map(each => each.x);
+    const known = points.filter(each => each.y !== null), back = [...known].reverse();
+    const low = each => log.checked ? Math.max(each.y - each.deviation, each.least) : each.y - each.deviation;  // a logarithm has none of 0
+    const line = {
+      x, y: points.map(each => each.y), showlegend: false, mode: points.length > 1 ? "lines" : "lines+markers",
+      line: {color: own, width: 2, dash: isEval ? "solid" : "dot"}, hovertemplate: "%{text}<br>%{x}: %{y:.6g}<extra></extra>",
+      text: points.map(each => escaped(`${kind(curves[0].run)}, ${curves[0].split}: mean of ${each.count}, deviation ${shortened(String(each.deviation))}`)),
+    };
+    return [{
+      x: [...known, ...back].map(each => each.x), y: [...known.map(each => each.y + each.deviation), ...back.map(low)],
+      fill: "toself", fillcolor: `${own}${isEval ? "40" : "1c"}`, mode: "lines", line: {width: 0}, hoverinfo: "skip", showlegend: false,
+    }, line];
+  });
+  return [...drawn.map(each => each[0]), ...drawn.map(each => each[1])];  // no band hides a line
 }
 
 function traces(plot) {  // curves of one color are one trace, with gaps: a plot of 300 runs stays quick
@@ -140,7 +191,7 @@ function most(values) {  // a range without the few values that would flatten th
 }
 
 function draw(element, plot) {
-  const drawn = traces(plot), range = most(drawn.flatMap(each => each.y));
+  const drawn = isMean() ? means(plot) : traces(plot), range = most(drawn.flatMap(each => each.y));
   Plotly.react(element, drawn, {
     ...base(), title: {text: escaped(plot.name), font: {size: 14}, x: 0.02, xanchor: "left"},
     margin: {l: 45, r: 10, t: 35, b: 40}, xaxis: {...axis(), title: {text: over.value, font: {size: 12}}},
@@ -187,13 +238,14 @@ function drawAgainst() {  // the last value of a metric over a binding, a point 
   const runs = [...data.runs.keys()].filter(i => isShown(i) && !(isNumeric && data.bindings[x][i] === "-"));
   const values = runs.map(i => isNumeric ? Number(data.bindings[x][i]) : data.bindings[x][i]);
   const isSpread = isNumeric && Math.min(...values) > 0 && Math.max(...values) / Math.min(...values) > 50;
+  const ticks = new Set(values).size <= 8 && isSpread ? {tickvals: [...new Set(values)]} : {};
   const title = text => ({text: escaped(text), font: {size: 12}});
   Plotly.react(against, [{
     x: values, y: runs.map(run => last(plot, run)), text: runs.map(i => escaped(data.runs[i])), mode: "markers", type: "scatter",
     marker: {size: 9, color: runs.map(color)}, hovertemplate: "%{text}<br>%{x}: %{y:.6g}<extra></extra>",
   }], {
     ...base(), margin: {l: 45, r: 10, t: 10, b: 40},
-    xaxis: {...axis(), type: isNumeric ? (isSpread ? "log" : "linear") : "category", title: title(x)},
+    xaxis: {...axis(), ...ticks, type: isNumeric ? (isSpread ? "log" : "linear") : "category", title: title(x)},
     yaxis: {...axis(), type: log.checked ? "log" : "linear", title: title(y)},
   }, options);
 }
@@ -211,7 +263,14 @@ function drawStale(elements) {
     draws();
   });
 }
-addEventListener("beforeprint", () => drawStale([...stale.keys()]));
+function turn(paper) {  // on paper a page is light, and everything is drawn
+  root.classList.toggle("paper", paper);
+  if (!data.plots.length) return;
+  drawAll();
+  if (paper) drawStale([...stale.keys()]);
+}
+addEventListener("beforeprint", () => turn(true));
+addEventListener("afterprint", () => turn(false));
 
 function drawAll() {
   kindColors = ofKinds();
@@ -283,9 +342,11 @@ if (data.plots.length) {
          ...data.runs.map(chooseRun)),
     make("p", {className: "choose"}, choice("over", "over", ["steps", "minutes"]), option("log", "logarithmic", {type: "checkbox"}),
          option("training", "training too", {type: "checkbox", checked: !isMany}),
-         ...(bindings.length ? [choice("by", "colors by", bindings, "run")] : []), option("smooth", "smoothing of training", range)),
+         ...(bindings.length ? [choice("by", "colors by", [...(isRepeated ? [repeated] : []), ...bindings], "run"),
+                               option("mean", "mean and band of each color", {type: "checkbox", checked: isRepeated})] : []), option("smooth", "smoothing of training", range)),
     make("p", {id: "legend", className: "choose", hidden: true}),
-    make("p", {className: "about", textContent: "Dotted: training, the mean of each loop. Solid: evaluation."}));
+    make("p", {className: "about", textContent:
+      "Dotted: training, the mean of each loop. Solid: evaluation. A band is one standard deviation of the runs of a color on both sides of their mean."}));
   find("plots").append(...data.plots.map((_, index) => plotElement(`plot-${index}`)));
   if (bindings.length) {
     find("comparison").append(
@@ -294,11 +355,11 @@ if (data.plots.length) {
       plotElement("against"));
   }
 }
-const [over, by, smooth, log, training] = ["over", "by", "smooth", "log", "training"].map(find);
+const [over, by, smooth, log, training, mean] = ["over", "by", "smooth", "log", "training", "mean"].map(find);
 if (bindings.length) {
   const first = bindings.map(each => [explained(each), each]).reduce((best, each) => each[0] > best[0] ? each : best)[1];
   binding.value = first;
-  if (isMany) by.value = first;
+  if (isMany || isRepeated) by.value = isRepeated && new Set(groups).size <= onLight.length ? repeated : first;
 }
 
 // Tables
@@ -354,6 +415,10 @@ function linkStarts() {  // from each run's results to its last start, with the 
 }
 
 linkStarts();
+document.querySelectorAll("tbody th").forEach(cell => {  // a long name shows its end
+  cell.title = cell.textContent;
+  if (!cell.firstElementChild) cell.replaceChildren(make("bdi", {}, ...cell.childNodes));
+});
 document.querySelectorAll("table").forEach(sortable);
 
 // A live page is loaded again, with what was chosen.

@@ -156,8 +156,10 @@ def _best(
   found = {run.name: best for run in runs if run.run and (best := run.run.best())}
   if len(found) > 1 and len({(best.metric, best.mode) for best in found.values()}) == 1:
     name = min(found, key=lambda name: found[name].place())
-    told = [f"{n} = {value}" for n, value in zip(names, values[name], strict=True)]
-    yield f"<p class=card>{safe('; '.join([f'The best: {name}, {found[name]}', *told]))}</p>"
+    best, of = found[name], f"The best of {len(found)} runs: {name}, at step {found[name].step}"
+    told = "; ".join(f"{n} = {value}" for n, value in zip(names, values[name], strict=True))
+    yield f"<div class=card><p class=about>{safe(of)}</p>"
+    yield f"<p class=value>{safe(f'{best.metric} {best.value:.4g}')}</p><p>{safe(told)}</p></div>"
 
 
 def _number(value: str | float | None) -> str:
@@ -170,10 +172,12 @@ def _number(value: str | float | None) -> str:
 
 def _repetitions(runs: Sequence[Shown]) -> Iterator[str]:
   names = {run.run.path: run.name for run in runs if run.run}
+  bindings = [name for name, *row in varied(runs) if name != repetitions.SEED and "-" not in row]
   rows: list[Sequence[str]] = []
   for group in repetitions.alike([run.run for run in runs if run.run]):
-    told = _some([names[run.path] for run in group])
-    rows += [(told, *row) for row in repetitions.rows(group)]
+    told = [f"{name} = {_number(group[0].bindings[name])}" for name in bindings]
+    told = told or [names[run.path] for run in group]
+    rows += [(_some(told), *row) for row in repetitions.rows(group)]
   if rows:
     yield table(["runs that differ in the seed alone", *repetitions.HEADS], rows)
 
