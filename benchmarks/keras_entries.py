@@ -251,13 +251,13 @@ def elsewhere(kind: str) -> set[str]:
 
 def entries(kind: str, library: str) -> list[Entry]:
   """Returns the rows of the page about a kind that a library has."""
-  found = []
-  for line in section(kind).splitlines()[3:]:
-    if not line.startswith("| "):
-      continue
-    name, arguments, data, *results = (cell.strip() for cell in line.strip("|").split(" |"))
+  found, known = list[Entry](), dict[str, str]()
+  rows = [line for line in section(kind).splitlines()[3:] if line.startswith("| ")]
+  for row, name in [(row, name) for row in rows for name in row.split(" |")[0][2:].split(", ")]:
+    _, arguments, data, *results = (cell.strip() for cell in row.strip("|").split(" |"))
     result = results[BOTH.index(library)]
-    data, _, without = data.partition(", ")
+    data, _, without = data.replace("as above", known.get(name, "")).partition(", ")
+    known.setdefault(name, data)
     for each in arguments.split("; ") if result != "-" else ():
       code, _, after = each.strip("`").partition("`, ")
       adapt = "after `adapt`" in (each, after + "`")

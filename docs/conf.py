@@ -200,8 +200,8 @@ def _in_groups(tree: str) -> str:
 
 
 def _breakable(code: str) -> str:
-  """Returns inline code whose long words a phone breaks after a dot or a slash, if at all."""
-  return re.sub(r"[^\s<>]{21,}", lambda word: re.sub(r"(?<=\w[./=])(?=\w)", "<wbr>", word[0]), code)
+  """Returns inline code whose long words a phone breaks after a dot, a slash or a bracket, if at all."""
+  return re.sub(r"[^\s<>]{21,}", lambda word: re.sub(r"(?<=\w[./=(])(?=[\w.])", "<wbr>", word[0]), code)
 
 
 def skip_fields(
