@@ -252,9 +252,10 @@ def elsewhere(kind: str) -> set[str]:
 def entries(kind: str, library: str) -> list[Entry]:
   """Returns the rows of the page about a kind that a library has."""
   found, known = list[Entry](), dict[str, str]()
-  rows = [line for line in section(kind).splitlines()[3:] if line.startswith("| ")]
-  for row, name in [(row, name) for row in rows for name in row.split(" |")[0][2:].split(", ")]:
-    _, arguments, data, *results = (cell.strip() for cell in row.strip("|").split(" |"))
+  lines = [line for line in section(kind).splitlines()[3:] if line.startswith("| ")]
+  rows = [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines]
+  for name, row in [(name, row) for row in rows for name in row[0].split(", ")]:
+    _, arguments, data, *results = row
     result = results[BOTH.index(library)]
     data, _, without = data.replace("as above", known.get(name, "")).partition(", ")
     known.setdefault(name, data)

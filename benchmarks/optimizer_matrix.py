@@ -132,9 +132,14 @@ REASONS = {
 """What the line says of an optimizer that is refused in every way; of others, that it is legacy."""
 
 
-def entry_of(row: str) -> Entry:
-  """Returns what a row of the page says: | `call` | equal | refused | ..."""
-  call, *cells = (cell.strip(" `") for cell in row.strip("| ").split(" | "))
+def entries_of(row: str) -> list[Entry]:
+  """Returns what a row of the page says: | `call`; `call` | equal | refused | ..."""
+  calls, *cells = (cell.strip(" `") for cell in row.strip("| ").split(" | "))
+  return [entry_of(call, cells) for call in calls.split("`; `")]
+
+
+def entry_of(call: str, cells: Sequence[str]) -> Entry:
+  """Returns what the page says of a call."""
   refuses = tuple(way for way, cell in zip(WAYS, cells, strict=True) if cell == "refused")
   made: Any = ast.parse(call, mode="eval").body
   groups: dict[str, Any] = {}
@@ -148,7 +153,8 @@ def entry_of(row: str) -> Entry:
 
 
 MARK = "| optimizer |"
-ENTRIES = [entry_of(row) for row in PAGE.read_text().partition(MARK)[2].splitlines()[2:]]
+ROWS_OF_PAGE = PAGE.read_text().partition(MARK)[2].splitlines()[2:]
+ENTRIES = [entry for row in ROWS_OF_PAGE for entry in entries_of(row)]
 
 
 # ---- What they train ----
