@@ -254,8 +254,8 @@ def entries(kind: str, library: str) -> list[Entry]:
   found, known = list[Entry](), dict[str, str]()
   lines = [line for line in section(kind).splitlines()[3:] if line.startswith("| ")]
   rows = [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines]
-  for name, row in [(name, row) for row in rows for name in row[0].split(", ")]:
-    _, arguments, data, *results = row
+  named = [(name, row[1:]) for row in rows for name in row[0].split(", ")]
+  for name, (arguments, data, *results) in named:
     result = results[BOTH.index(library)]
     data, _, without = data.replace("as above", known.get(name, "")).partition(", ")
     known.setdefault(name, data)

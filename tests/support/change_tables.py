@@ -21,27 +21,29 @@ def render() -> str:
   text, mark, _ = PAGE.read_text().partition(MARK)
   assert mark, f"{PAGE} has lost its text; restore it: the command writes the page itself"
   about = "\nWritten by `python -m tests.support.change_tables`; tests/unit/changes tries each.\n"
-  single: dict[str, list[str]] = {}
-  whole: dict[Rule, list[str]] = {}
+  single: dict[str, dict[str, Rule]] = {}
+  whole: dict[str, Rule] = {}
   for name in ours():
-    rules = {parameter: rule(f"{name}.{parameter}") for parameter in table.parameters(name)}
+    rules = {f"{name}.{each}": rule(f"{name}.{each}") for each in table.parameters(name)}
     if len({*rules.values()}) == 1:
-      whole.setdefault(next(iter(rules.values())), []).append(f"`{name}`")
+      whole[name] = next(iter(rules.values()))
     elif rules:
-      rows = [row(f"`{name}.{parameter}`", each) for parameter, each in rules.items()]
-      single.setdefault(kind_of(name), []).extend(rows)
-  single[OPTIMIZERS] = [row(f"`{name}`", each) for name, each in sorted(of_keras().items())]
-  whole[rule("keras.optimizers.schedules.CosineDecay.alpha")].append("schedules of Keras")
-  whole[Action.may_change].append("your own actions, unless they set `changes_training`")
-  rows = [row(", ".join(names), each) for each, names in whole.items()]
-  sections = [section(title, "option", rows) for title, rows in single.items()]
-  return text + MARK + about + "".join(sections) + section("All options of", "of", rows)
+      single.setdefault(kind_of(name), {}).update(rules)
+  single[OPTIMIZERS] = dict(sorted(of_keras().items()))
+  whole["schedules of Keras"] = rule("keras.optimizers.schedules.CosineDecay.alpha")
+  whole["your own actions, unless they set `changes_training`"] = Action.may_change
+  sections = [section(title, "option", rules) for title, rules in single.items()]
+  return text + MARK + about + "".join(sections) + section("All options of", "of", whole)
 
 
-def section(title: str, what: str, rows: list[str]) -> str:
-  """Returns one table."""
+def section(title: str, what: str, rules: dict[str, Rule]) -> str:
+  """Returns one table, a row for each rule."""
+  named: dict[Rule, list[str]] = {}
+  for name, each in rules.items():
+    named.setdefault(each, []).append(name if " " in name else f"`{name}`")
+  rows = [f"| {', '.join(of)} | {ASKED[rule.may]} | {rule.says} |" for rule, of in named.items()]
   head = f"| {what} | may change | what happens |\n|---|---|---|\n"
-  return f"\n### {title}\n\n{head}" + "".join(rows)
+  return f"\n### {title}\n\n{head}" + "\n".join(rows) + "\n"
 
 
 def of_keras() -> dict[str, Rule]:
@@ -59,11 +61,6 @@ def rule(option: str) -> Rule:
   found = changes.rule(option)
   assert found is not None, option
   return found
-
-
-def row(shown: str, each: Rule) -> str:
-  """Returns the line of an option."""
-  return f"| {shown} | {ASKED[each.may]} | {each.says} |\n"
 
 
 if __name__ == "__main__":
