@@ -15,6 +15,7 @@ from loopwright import registry
 from loopwright.commands import shipped
 from loopwright.commands.parser import Parser
 from loopwright.errors import UsageError, suggest, unknown
+from loopwright.options import words
 from loopwright.options.modes import LAUNCH_MODES, MODES, TRAINING_MODES
 
 LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
@@ -254,15 +255,17 @@ def _require_command(name: str) -> None:
       f"unexpected argument {name!r}; write a command before it, such as `train {name}`, or a gin "
       f"file as --gin_file={name}"
     )
+  if name in words.COMMANDS:
+    raise UsageError(f"there is no command {name!r}; {words.COMMANDS[name]}")
   raise unknown("command", name, commands())
 
 
 def _require_no_flag(word: str, command: str, parser: Parser) -> None:
   """Raises a UsageError for a word that is a flag, but not of this command."""
-  found = re.match(r"--?([A-Za-z]\w*)", word)
+  found = re.match(r"--?([A-Za-z][\w-]*)", word)
   if not found:
     return
-  name = found[1]
+  name = found[1].replace("-", "_")
   others = [
     other
     for other, each in COMMANDS.items()
@@ -272,6 +275,10 @@ def _require_no_flag(word: str, command: str, parser: Parser) -> None:
   if others:
     told = f"`{command}` has no flag --{name}, but {', '.join(f'`{each}`' for each in others)}"
     raise UsageError(f"{told}; {hint}")
+  if name in words.BINDINGS:
+    raise UsageError(f"there is no flag --{name}; write a binding: {words.BINDINGS[name]}")
+  if name in words.FLAGS:
+    raise UsageError(f"there is no flag --{name}; {words.FLAGS[name]}")
   near = suggest(f"--{name}", [f"--{n}" for n in parser.names])
   raise UsageError(f"unknown flag --{name}.{near}" if near else f"unknown flag --{name}; {hint}")
 

@@ -102,11 +102,12 @@ class Parser(argparse.ArgumentParser):
     self.add_argument(f"--{name}", help=told.replace("%", "%%"), **options)
 
   def _plain(self, word: str) -> list[str]:
-    """Returns a word in argparse's form: with both dashes, and a switch without its value."""
-    found = re.fullmatch(r"--?(\w+)(=.*)?", word, re.DOTALL)
-    if not found or found[1] not in self.names:
+    """Returns a word in argparse's form: two dashes, underscores, a switch without its value."""
+    found = re.fullmatch(r"--?(\w[\w-]*)(=.*)?", word, re.DOTALL)
+    name = found[1].replace("-", "_") if found else ""
+    if not found or name not in self.names:
       return [word]
     on = (found[2] or "").lower()
-    if found[1] in self.switches and on in ("=true", "=false"):
-      return [f"--{found[1]}"] if on == "=true" else []
-    return [f"--{found[1]}{found[2] or ''}"]
+    if name in self.switches and on in ("=true", "=false"):
+      return [f"--{name}"] if on == "=true" else []
+    return [f"--{name}{found[2] or ''}"]

@@ -19,6 +19,7 @@ from loopwright.configurables.values import (
 )
 from loopwright.errors import ConfigError, shown, suggest
 from loopwright.host import redaction
+from loopwright.options import words
 from loopwright.options.declaration import declared, either_of, require
 
 EXAMPLES = {
@@ -172,7 +173,10 @@ def _check_parameter(name: str, parameter: str) -> None:
       return
     known = sorted(inherited)
   if parameter not in known:
-    hint = suggest(parameter, known) or f" It must be one of {', '.join(known) or 'none'}."
+    last = (meant := words.option(parameter)).rpartition(".")[2]
+    meant = last if last in known else meant
+    hint = f" Did you mean {meant!r}?" if meant else suggest(parameter, known)
+    hint = hint or f" It must be one of {', '.join(known) or 'none'}."
     raise ConfigError(f"{name} has no parameter {parameter!r}.{hint}")
 
 
@@ -271,10 +275,11 @@ def _not_one(use: Use, graph: Graph) -> Iterator[Mistake]:
   for names in either_of(table.entry(use.name).wrapped):
     chosen = [name for name in names if values.get(name) is not None]
     if len(chosen) != 1:
-      told = "neither" if not chosen else "both"
-      both = (" nor " if not chosen else " and ").join(f"{use.name}.{name}" for name in names)
-      verb = "is set; add" if not chosen else "are set; keep"
-      yield Mistake("complete", "", ConfigError(f"{told} {both} {verb} one of them."))
+      full = [f"{use.name}.{name}" for name in names]
+      told = f"neither {' nor '.join(full)} is set; add one of them."
+      if chosen:
+        told = f"both {' and '.join(full)} are set; keep one of them, such as {full[0]} = None."
+      yield Mistake("complete", "", ConfigError(told))
 
 
 def _unused(history: Sequence[Binding], graph: Graph) -> list[Binding]:

@@ -25,6 +25,7 @@ from loopwright.configurables.values import (
 )
 from loopwright.errors import ConfigError, shown, suggest
 from loopwright.host import modules, redaction
+from loopwright.options import words
 
 INSTEAD: Mapping[str, str] = {
   "LossScaleOptimizer": "Write `Trainer.loss_scale = @dynamic`, which looks at all replicas.",
@@ -87,7 +88,8 @@ def unused(binding: Binding, graph: Graph) -> ConfigError:
       f"{use.name}.{parameter}" for use in graph.uses for parameter in table.parameters(use.name)
     }
     same = sorted(name for name in names if name.endswith(f".{binding.scope}"))
-    meant = f" Did you mean {same[0]!r}?" if same else suggest(binding.scope, names)
+    sure = words.option(binding.scope) or (same[0] if same else "")
+    meant = f" Did you mean {sure!r}?" if sure else suggest(binding.scope, names)
     remedy = meant or f" Write %{binding} where it belongs, or remove it."
     return ConfigError(f"{binding.place}: nothing uses the macro {str(binding)!r}.{remedy}")
   user = _possible_user(binding, graph)
@@ -143,12 +145,14 @@ def unreadable_line(where: str, read: str, message: str) -> ConfigError:
     )
   path = re.fullmatch(r"[^=]*=\s*([^\s'\"#@%,(){}\[\]]*/[^\s'\"#@%,(){}\[\]]*)", read)
   if token := path or re.search(r"Failed to parse token '(.*)'", message):
-    return ConfigError(f"{where}: {shown(token[1])} is not a value.{_value_hint(token[1], read)}")
+    return ConfigError(
+      f"{where}: {shown(token[1])} is not a value.{_value_hint(token[1], read, where)}"
+    )
   reason = " ".join(message.split()).rstrip(".")
   return ConfigError(f"{where}: cannot read {shown(read)}: {reason[:1].lower()}{reason[1:]}.")
 
 
-def _value_hint(token: str, line: str) -> str:
+def _value_hint(token: str, line: str, where: str) -> str:
   python = {"true": "True", "false": "False", "none": "None", "null": "None"}.get(token.lower())
   if python:
     return f" Write {python}."
@@ -157,11 +161,13 @@ def _value_hint(token: str, line: str) -> str:
     annotation = table.parameters(table.find(name))[parameter].annotation
     if {*_members(annotation)} <= {int, float, bool, type(None)}:
       return f" It must be {spelled(annotation)}."
+  shell = " In a shell, quote the whole binding too." if where.startswith("--gin_param") else ""
   if "/" in token:
-    return f" Quote a path ('{token}')."
+    return f" Quote a path ('{token}').{shell}"
   if not token.isidentifier():
     return ""
-  return f" Quote a string ('{token}'); write @{token} for a configurable, %{token} for a macro."
+  kinds = f"write @{token} for a configurable, %{token} for a macro"
+  return f" Quote a string ('{token}'); {kinds}.{shell}"
 
 
 def no_gin_file(name: str, paths: Sequence[str]) -> ConfigError:

@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 
 import loopwright
-from loopwright import commands
+from loopwright import commands, configurables
 from loopwright.commands import arguments, launching, shipped
 from loopwright.errors import ConfigError, UsageError
 from loopwright.host import children
+from loopwright.options import words
 from loopwright.tools import local_cluster
 
 ROOT = Path(__file__).resolve().parents[3]
+SIZE = "run.global_batch_size"
 
 
 @pytest.fixture(autouse=True)
@@ -93,9 +95,17 @@ def test_the_only_config_of_a_folder_needs_no_name():
     (("train", "digits_cnn", "--mode", "trian"), "--mode=trian: it must be one of train_and_evalu"),
     (("train", "digits_cnn", "--json=x"), "`train` has no flag --json, but `verify`"),
     (
-      ("train", "digits_cnn", "--learning_rate=0.01"),
-      "bindings have no dashes, as in keras.Adam.learning_rate=0.01",
+      ("train", "digits_cnn", "--x=0.01"),
+      "bindings have no dashes, as in keras.Adam.learning_rate=",
     ),
+    (
+      ("train", "digits_cnn", "--lr", "0.1"),
+      "--lr; write a binding: keras.Adam.learning_rate=0.001",
+    ),
+    (("train", "--max-epochs=3"), "no flag --max_epochs; write a binding: run.train_epochs=10"),
+    (("train", "--output-dir=x"), "no flag --output_dir; the run folder is --model_dir=..."),
+    (("fit", "digits_cnn"), "no command 'fit'; `loopwright train CONFIG` trains"),
+    (("resume",), "no command 'resume'; `loopwright train` with the same config and --model_dir"),
     (
       ("verify", "digits_cnn", "--time=0.01"),
       "--time is a switch, which takes no value; write --time alone",
@@ -114,6 +124,18 @@ def test_a_mistake_is_one_line(capsys, given, line):
   assert out == ""
   assert err.count("\n") == 1
   assert line in err
+
+
+def test_what_is_suggested_for_the_words_of_others_is_there():
+  told = [*words.COMMANDS.values(), *words.FLAGS.values()]
+  named = {found for text in told for found in re.findall(r"`loopwright (\w+)", text)}
+  assert named <= arguments.COMMANDS.keys()
+  for binding in {*words.BINDINGS.values()}:
+    [word] = shlex.split(binding)
+    alone = {"run.train_epochs=10": "run.train_steps", "run.per_replica_batch_size=32": SIZE}
+    rest = [f"{alone[word]} = None"] if word in alone else []
+    assert not configurables.examine([shipped.find("digits_cnn")], [word, *rest]).mistakes
+  assert not {*words.BINDINGS} & {*words.FLAGS}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +194,7 @@ def test_the_version(capsys):
 def test_help_is_fast_and_names_everything():
   code = """if True:
     import sys
-    from loopwright import commands
+    from loopwright import commands, configurables
     assert commands.main(["loopwright", "--help"]) == 0
     assert commands.main(["loopwright", "train", "--help"]) == 0
     heavy = {"tensorflow", "numpy", "keras", "absl"} & set(sys.modules)

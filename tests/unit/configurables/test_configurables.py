@@ -722,7 +722,8 @@ def test_a_line_that_gin_cannot_read(text, line):
   assert mistake(GOOD + text).lower() == f"x.gin:3: {line}".lower()
   if text.startswith("run."):
     shown = repr(text).replace("\\'", "'")
-    assert mistake(GOOD, text).lower() == f"--gin_param {shown}: {line}".lower()
+    more = " In a shell, quote the whole binding too." if "Quote" in line else ""
+    assert mistake(GOOD, text).lower() == f"--gin_param {shown}: {line}{more}".lower()
 
 
 def test_a_missing_file():
