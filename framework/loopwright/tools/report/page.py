@@ -146,7 +146,7 @@ def _results(runs: Sequence[Shown]) -> Iterator[str]:
     body = [
       [name, *values[name], *(row.get(head, "") for head in heads)] for name, row in rows.items()
     ]
-    yield table(["run", *(name for name, *_ in more), *heads], body)
+    yield table(["run", *(name for name, *_ in more), *heads], body, "rows")
 
 
 def _best(
@@ -315,20 +315,26 @@ def by_run(head: str, runs: Sequence[Shown], rows: Sequence[Sequence[str]]) -> s
   """Returns a table of rows (name, value of each run); of many runs each has a row."""
   whole = [[head, *(run.name for run in runs)], *rows]
   first, *rest = whole if len(runs) <= FEW else list(zip(*whole, strict=True))
-  return table(first, rest)
+  return table(first, rest, "" if len(runs) <= FEW else "rows")
 
 
-def table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-  """Returns an HTML table; the first cell of each row is its name. A long one scrolls."""
+def table(heads: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+  """Returns an HTML table; the first cell of each row is its name. A long one scrolls.
+
+  Args:
+    heads: of the columns.
+    rows: of texts.
+    kind: "rows" if each is of one line, a run's.
+  """
   rows = list(rows)
   head = "".join(f"<th>{safe(each)}</th>" for each in heads)
   body = "".join(
     f"<tr><th>{safe(first)}</th>{''.join(f'<td>{safe(each)}</td>' for each in rest)}</tr>"
     for first, *rest in rows
   )
-  kind = "wide tall" if len(rows) > _TALL else "wide"
+  kinds = f"wide {'tall rows' if len(rows) > _TALL else kind}".strip()
   whole = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-  return f'<div class="{kind}" tabindex=0>{whole}</div>'
+  return f'<div class="{kinds}" tabindex=0>{whole}</div>'
 
 
 SECTIONS: Mapping[str, Callable[[Sequence[Shown]], Iterator[str]]] = {
