@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def define(parser: Parser) -> None:
   """Adds the command's flags."""
   parser.text("output", "report.html", "The file to write; default: report.html.")
-  parser.whole("live_s", 0, "Write it again after so many seconds, until no run goes on.")
+  parser.whole("live_s", 0, "Write it again after so many seconds, until all runs have ended.")
 
 
 def run(parsed: Parsed) -> int:

@@ -45,7 +45,7 @@ def html(runs: Sequence[Shown], *, plotly: str, place: str = "", again_s: int = 
   script = f'<script nonce="{nonce}"'
   many = f"{len(runs)} runs{place and ' in '}{place}"
   title = many if len(runs) > 2 else " and ".join(run.name for run in runs)
-  again = f", again every {again_s} s while a run goes on" if again_s else ""
+  again = f", again every {again_s} s until all runs have ended" if again_s else ""
   bodies = [(name, "\n".join(lines(runs))) for name, lines in SECTIONS.items()]
   found = [(name, name.lower().replace(" ", "-"), body) for name, body in bodies if body]
   return "\n".join(
