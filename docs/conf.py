@@ -200,8 +200,9 @@ def _in_groups(tree: str) -> str:
 
 
 def _breakable(code: str) -> str:
-  """Returns inline code whose long words a phone breaks after a dot, a slash or a bracket, if at all."""
-  return re.sub(r"[^\s<>]{21,}", lambda word: re.sub(r"(?<=\w[./=(])(?=[\w.])", "<wbr>", word[0]), code)
+  """Returns inline code whose long words a phone breaks after one of ./=( if at all."""
+  place = r"(?<=\w[./=(])(?=[\w.])"
+  return re.sub(r"[^\s<>]{21,}", lambda word: re.sub(place, "<wbr>", word[0]), code)
 
 
 def skip_fields(
