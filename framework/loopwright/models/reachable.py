@@ -7,7 +7,8 @@ A place is the way to it, from the object, and can be followed again:
     touch.<count>      what a function has in its closure, as default or as global
     <Base%2Ecount>     an attribute of a class that another one hides
 
-Elements of a set, or keys such as `variable.ref()`, have no such place.
+Elements of a set, or keys such as `variable.ref()`, have no such place. Globals and classes of an
+installed library are not looked through: one function may lead to all that a program has loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import itertools
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +54,7 @@ _OPAQUE = (types.ModuleType, tf.Tensor, tf.Graph, tf.data.Dataset, tf.distribute
 _NO_OBJECTS = {"tensorflow", "numpy", "builtins"}
 _LIBRARIES = {*_NO_OBJECTS, "absl", "keras", "loopwright", "tf_keras", "wrapt"}
 _LIBRARIES |= sys.stdlib_module_names
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 class Place(NamedTuple):
@@ -83,6 +86,7 @@ def reachable(root: object, *, by_code: bool = True) -> Iterator[Place]:
   if by_code and stateful_random_ops.global_generator is not None:
     code.append(Place(_GENERATOR, stateful_random_ops.global_generator))
   seen: dict[int, Any] = {}  # with each object, which may be made anew for each look
+  own = _packages(root)
   while waiting := data or code:
     place = waiting.popleft()
     value = place.variable
@@ -95,22 +99,22 @@ def reachable(root: object, *, by_code: bool = True) -> Iterator[Place]:
     deep = place.of_network or models.is_keras(value)
     plain = place.bare and (not place.name or isinstance(value, (Mapping, list, tuple)))
     for part, each in _tolerant(_data(value)):
-      if _is_followed(each):
+      if _is_followed(each, own):
         waiting.append(Place(_joined(place.name, part), each, value, plain, deep))
-    for part, each in _tolerant(_code(value)) if by_code else ():
-      if _is_followed(each):
+    for part, each in _tolerant(_code(value, own)) if by_code else ():
+      if _is_followed(each, own):
         code.append(Place(_joined(place.name, part), each, value, of_network=deep))
 
 
 def follow(root: object, name: str) -> Any:
   """Returns the variable or table in a place of an object; None if there is none."""
-  parts = name.split(".")
+  parts, own = name.split("."), _packages(root)
   if parts[0] == _GENERATOR:
     root, parts = tf.random.get_global_generator(), parts[1:]
   for part in parts:
-    found = (each for key, each in itertools.chain(_data(root), _code(root)) if key == part)
+    found = (each for key, each in itertools.chain(_data(root), _code(root, own)) if key == part)
     root = next(found, None)
-    if not _is_followed(root):
+    if not _is_followed(root, own):
       return None
   return root if is_state(root) else None
 
@@ -167,29 +171,44 @@ def _tolerant(parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     yield from parts
 
 
-def _is_followed(value: Any) -> bool:
+def _is_followed(value: Any, own: Set[str]) -> bool:
   try:
-    return _may_hold(value)
+    return _may_hold(value, own)
   except Exception:  # of a library's object, which raises something of its own
     return False
 
 
-def _may_hold(value: Any) -> bool:
+def _may_hold(value: Any, own: Set[str]) -> bool:
   if value is None or isinstance(value, (Hidden, *_OPAQUE)):
     return False
   if is_state(value) or isinstance(value, (Mapping, *_LISTS, *_POINTERS, weakref.ref)):
     return True
-  if isinstance(value, (type, types.FunctionType)):
-    return _is_of_user(value)
+  if isinstance(value, types.FunctionType):
+    return _package(value) not in _LIBRARIES
+  if isinstance(value, type):
+    return _is_of_user(value, own)
   return isinstance(value, base.Trackable) or (
     _package(type(value)) not in _NO_OBJECTS
     and (_attributes(value) is not None or next(_slots(value), None) is not None)
   )
 
 
-def _is_of_user(code: Any) -> bool:
-  """Whether a class, function or module is of no library that we know."""
-  return _package(code) not in _LIBRARIES
+def _is_of_user(code: Any, own: Set[str]) -> bool:
+  """Whether a class, function or module is of no library; `own` are no libraries."""
+  package = _package(code)
+  return package not in _LIBRARIES and (package in own or not _is_installed(package))
+
+
+def _packages(root: object) -> Set[str]:
+  """Returns the packages that define the class of an object: the user's, even if installed."""
+  return {"__main__", *map(_package, type(root).__mro__)}
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+  module = sys.modules.get(package)
+  places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+  return any(not _INSTALLED.isdisjoint(PurePath(place).parts) for place in places)
 
 
 def _package(code: Any) -> str:
@@ -261,8 +280,9 @@ def _escaped(name: str) -> str:
 
 def _slots(holder: Any) -> Iterator[tuple[str, Any]]:
   for kind in type(holder).__mro__:
+    has_own = _package(kind) not in _LIBRARIES
     for name, member in vars(kind).items():
-      if isinstance(member, types.MemberDescriptorType) and _is_of_user(kind):
+      if isinstance(member, types.MemberDescriptorType) and has_own:
         try:
           value = member.__get__(holder)
         except AttributeError:  # it has no value
@@ -275,7 +295,7 @@ def _of_class(kind: type, name: str) -> str:
   return f"<{_escaped(f'{kind.__qualname__}.{name}')}>"
 
 
-def _code(holder: Any) -> Iterator[tuple[str, Any]]:
+def _code(holder: Any, own: Set[str]) -> Iterator[tuple[str, Any]]:
   """Yields what the functions and the class of an object lead to, with the part of a name."""
   if isinstance(holder, weakref.ref):
     yield "<>", holder()
@@ -284,17 +304,17 @@ def _code(holder: Any) -> Iterator[tuple[str, Any]]:
       yield from ((name, getattr(holder, name)) for name in names)
       return
   if isinstance(holder, types.FunctionType):
-    yield from _of_function(holder)
+    yield from _of_function(holder, own)
     return
   hidden = set() if isinstance(holder, type) else {*(_attributes(holder) or ())}
   for kind in (holder if isinstance(holder, type) else type(holder)).__mro__:
-    for name, value in list(vars(kind).items()) if _is_of_user(kind) else ():
+    for name, value in list(vars(kind).items()) if _is_of_user(kind, own) else ():
       if not isinstance(value, types.MemberDescriptorType) and name != "__dict__":
         yield _of_class(kind, name) if name in hidden else _escaped(name), value
         hidden.add(name)
 
 
-def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _of_function(function: types.FunctionType, own: Set[str]) -> Iterator[tuple[str, Any]]:
   yield from ((_escaped(name), value) for name, value in vars(function).items())
   cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
   for name, cell in cells:
@@ -304,11 +324,11 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield f"<default {number}>", value
   for name, value in (function.__kwdefaults__ or {}).items():
     yield f"<default {name}>", value
-  names = _names(function.__code__)
+  names = _names(function.__code__) if _is_of_user(function, own) else set()
   for name in sorted(names & function.__globals__.keys()):
     value = function.__globals__[name]
     yield f"<global {name}>", value
-    if isinstance(value, types.ModuleType) and _is_of_user(value):
+    if isinstance(value, types.ModuleType) and _is_of_user(value, own):
       for each in sorted(names & vars(value).keys()):
         yield f"<global {name}:{each}>", vars(value)[each]
 

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import importlib
 import itertools
 import json
 import queue
@@ -489,6 +490,37 @@ def test_each_place_has_one_name_that_leads_there():
   assert by_handle(wanted).keys() <= found
 
 
+LIBRARY = """
+import loopwright as lw, tensorflow as tf
+COUNT = tf.Variable(0)
+def add(): COUNT.assign_add(1)
+class Kept:
+  count = COUNT
+class OfTheLibrary(lw.Task):
+  def touch(self): add()
+"""
+MINE = """
+import loopwright as lw, planted
+from planted import Kept, add
+class Mine(lw.Task):
+  def touch(self): return add(), planted.add(), Kept
+"""
+
+
+def test_globals_of_a_library_are_looked_through_for_its_own_tasks_alone(tmp_path, monkeypatch):
+  """One function leads to all that a library has loaded: here, in an assertion, to pytest's."""
+  (tmp_path / "site-packages").mkdir()
+  (tmp_path / "site-packages" / "planted.py").write_text(LIBRARY)
+  (tmp_path / "mine.py").write_text(MINE)
+  for folder in (tmp_path, tmp_path / "site-packages"):
+    monkeypatch.syspath_prepend(folder)
+  planted, mine = map(importlib.import_module, ("planted", "mine"))
+  tasks = mine.Mine(), planted.OfTheLibrary()
+  found = [[p.name for p in reachable(task) if p.variable is planted.COUNT] for task in tasks]
+  assert found == [[], ["touch.<global add>.<global COUNT>"]]
+
+
+@pytest.mark.fast(replicas=[2])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_state_in_each_place_is_right(replicas, mirrored, tmp_path):
   assert len(RIGHT) + len(REFUSED) >= 48
@@ -540,6 +572,7 @@ def made_by_the_step(task):
   return find
 
 
+@pytest.mark.fast(replicas=[2])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_another_way_to_a_variable_changes_nothing(replicas, mirrored, tmp_path):
   for make, steps in ((counter("count"), 5), (aliased, 10), (counter("count"), 15)):
@@ -591,6 +624,7 @@ def ambiguous(task):
 NAMES = ["here.a.b", "here.3.0", "here.module.kept", "other.in_slot", "other.alone"]
 
 
+@pytest.mark.fast(replicas=[2])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_checkpoints_of_earlier_versions_open_unless_a_name_is_of_two(
   replicas, mirrored, tmp_path, monkeypatch
