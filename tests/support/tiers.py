@@ -8,8 +8,9 @@ leaves to `--everything` all parameters but those with these values; several suc
 
 tests/ci_tier.txt moves tests to CI, a file, a test or one of its ids a line: from the fast tier
 what takes about a second or more and is not the only piece of something; with `+` from
-`--everything`. `!` leaves one where its marks put it. tests/unit/test_tiers.py says of what the
-fast tier must hold a piece.
+`--everything`. `-` leaves one to `--everything`: another test of CI proves it for another case.
+`!` leaves one where its marks put it. tests/unit/test_tiers.py says of what the fast tier must hold
+a piece.
 """
 
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 LIST = TESTS / "ci_tier.txt"
 LINES = [n for n in LIST.read_text().splitlines() if n and not n.startswith("#")]
-LISTED = {line.lstrip("!+"): line[0] for line in LINES}
+LISTED = {line.lstrip("!+-"): line[0] for line in LINES}
 
 
 def names(item):
@@ -31,6 +32,8 @@ def tier(item):
   """Returns "fast", "ci" or "everything"."""
   line = next((LISTED[name] for name in names(item) if name in LISTED), "!")
   marked = tier_of_marks(item)
+  if line == "-":
+    return "everything"
   moved = {"!": None, "+": "everything"}.get(line, "fast")
   return "ci" if marked == moved else marked
 

@@ -124,7 +124,7 @@ def test_each_line_of_the_list_names_a_test(everything):
 
 def test_the_list_moves_a_file_a_test_and_one_of_its_ids(everything, monkeypatch):
   def tier(test, *lines):
-    monkeypatch.setattr(tiers, "LISTED", {line.lstrip("!+"): line[0] for line in lines})
+    monkeypatch.setattr(tiers, "LISTED", {line.lstrip("!+-"): line[0] for line in lines})
     [item, *_] = of(everything, test)
     return tiers.tier(item)
 
@@ -134,6 +134,8 @@ def test_the_list_moves_a_file_a_test_and_one_of_its_ids(everything, monkeypatch
   assert tier(fast, "unit/strategies/test_strategies.py") == tier(fast, line) == "ci"
   assert tier(fast + id_of_it, line + id_of_it) == "ci"
   assert tier(fast + id_of_it, line, f"!{line}{id_of_it}") == "fast"
+  assert tier(fast + id_of_it, f"-{line}") == "everything"
+  assert tier(fast + id_of_it, f"-{line}", line + id_of_it) == "ci"
   assert tier("test_slurm.py") == tier("test_slurm.py", "clusters/test_slurm.py") == "everything"
   assert tier("test_slurm.py", "+clusters/test_slurm.py") == "ci"
   assert tier(fast, "+unit/strategies/test_strategies.py") == "fast"
