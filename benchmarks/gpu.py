@@ -18,6 +18,7 @@ trace; with one, replicas on logical GPUs, where TensorFlow allows them (NCCL do
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import statistics
@@ -136,7 +137,9 @@ def per_example(labels: Any, logits: Any) -> Any:
   return tf.reduce_mean(tf.reshape(losses, [tf.shape(losses)[0], -1]), axis=1)
 
 
-def loopwright(model: Model, precision: Precision, strategy: Any) -> Callable[[int], float]:
+def loopwright(
+  model: Model, precision: Precision, strategy: Any, steps: int = 1, watched: bool = False
+) -> Callable[[int], float]:
   """Returns a function that trains some steps and returns their mean loss."""
   import keras
   import numpy as np
@@ -145,6 +148,7 @@ def loopwright(model: Model, precision: Precision, strategy: Any) -> Callable[[i
   from loopwright.inputs import datasets
   from loopwright.inputs.sources import ArraySource
   from loopwright.metrics import Loss
+  from loopwright.observers import Observer
   from loopwright.task import Task
   from loopwright.trainer import Trainer
 
@@ -165,7 +169,8 @@ def loopwright(model: Model, precision: Precision, strategy: Any) -> Callable[[i
 
   trainer = Trainer(
     task=Logits(), strategy=strategy, global_batch_size=model.batch,
-    optimizer=keras.optimizers.Adam, **({"jit_compile": True} if precision.xla else {}),
+    optimizer=keras.optimizers.Adam, steps_per_program=steps,
+    **({"jit_compile": True} if precision.xla else {}), observers=[Observer()] * watched,
     dataset_fn=lambda position: datasets.train_dataset(
       source, global_batch_size=model.batch, position=position,
       pad_multiple=strategy.num_replicas_in_sync, shuffle=False,
@@ -248,7 +253,12 @@ def forward_flops(model: Model) -> int:
   return flops.Count(traced.graph.outputs).flops
 
 
-CONTENDERS = {"Loopwright": loopwright, "hand-written": hand_written, "Keras": keras_fit}
+SEVERAL, IN_TURN = "Loopwright, 16 steps in a program", "Loopwright, no batches ahead"
+OWN = {
+  "Loopwright": loopwright, SEVERAL: functools.partial(loopwright, steps=16),
+  IN_TURN: functools.partial(loopwright, watched=True),
+}  # fmt: skip
+CONTENDERS = {**OWN, "hand-written": hand_written, "Keras": keras_fit}
 PEERS = ("PyTorch", "torch.compile", "JAX")
 
 
@@ -266,11 +276,11 @@ def row(name: str, precision_name: str, who: str, *, small: bool, block_s: float
   keras.config.set_dtype_policy(precision.policy)
   model = model_of(name, small=small)
   found = tf.config.list_physical_devices("GPU")
-  given = (factories.auto(),) if who == "Loopwright" else ()
+  given = (factories.auto(),) if who in OWN else ()
   run = CONTENDERS[who](model, precision, *given)  # type: ignore[operator]
   run(2)
   first_s = time.perf_counter() - began
-  step_s = timed(run, block_s)
+  step_s = timed(run, block_s, multiple=16 if who == SEVERAL else 1)
   kind = "CPU"
   if found:
     kind = tf.config.experimental.get_device_details(found[0]).get("device_name", "GPU")
@@ -284,12 +294,16 @@ def row(name: str, precision_name: str, who: str, *, small: bool, block_s: float
   )
 
 
-def timed(run: Callable[[int], float], block_s: float) -> float:
-  """Returns the seconds of a step: the median of five blocks of about `block_s` seconds."""
+def timed(run: Callable[[int], float], block_s: float, *, multiple: int = 1) -> float:
+  """Returns the seconds of a step: the median of five blocks of about `block_s` seconds.
+
+  Each has so many steps that it is a `multiple`.
+  """
   run(3)
   began = time.perf_counter()
   run(3)
   steps = max(2, round(block_s / ((time.perf_counter() - began) / 3)))
+  steps += -steps % multiple
   seconds = []
   for _ in range(5):
     began = time.perf_counter()

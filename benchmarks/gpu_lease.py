@@ -32,11 +32,10 @@ from benchmarks import gpu
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = [sys.executable, "launch.py", "train", "digits_cnn"]
 STEPS, EVERY = 400, 20
-FIRST_ROWS = (
-  ("language_model", "mixed_bfloat16", "Loopwright"), ("language_model", "mixed_bfloat16", "JAX"),
-  ("language_model", "mixed_bfloat16", "PyTorch"),
-  ("language_model", "mixed_bfloat16", "torch.compile"),
-)  # fmt: skip
+FIRST_ROWS = tuple(
+  ("language_model", "mixed_bfloat16", who)
+  for who in ("Loopwright", "JAX", "PyTorch", "torch.compile", gpu.IN_TURN, gpu.SEVERAL)
+)
 ROWS = (
   ("language_model", "mixed_bfloat16", "hand-written"), ("language_model", "TF32", "Loopwright"),
   ("language_model", "TF32", "PyTorch"), ("language_model_300m", "mixed_bfloat16", "Loopwright"),
@@ -45,7 +44,7 @@ ROWS = (
   ("language_model_1b", "mixed_bfloat16", "JAX"), ("resnet50", "mixed_bfloat16", "Loopwright"),
   ("resnet50", "mixed_bfloat16", "PyTorch"), ("cnn", "mixed_bfloat16", "Loopwright"),
   ("cnn", "mixed_bfloat16", "hand-written"), ("cnn", "mixed_bfloat16", "PyTorch"),
-  ("mlp", "TF32", "Loopwright"), ("mlp", "TF32", "PyTorch"),
+  ("mlp", "TF32", "Loopwright"), ("mlp", "TF32", gpu.SEVERAL), ("mlp", "TF32", "PyTorch"),
   ("language_model", "mixed_float16", "Loopwright"),
 )  # fmt: skip
 CONFIGS = {

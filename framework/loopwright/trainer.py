@@ -112,8 +112,8 @@ class Trainer(Iterated, AbstractTrainer):
         again, to save memory, such as `block_.*`; see `loopwright.recompute`.
       jit_compile: XLA compiles the step: on one replica as one program, if it can, else each
         replica's passes, and on GPUs mean, check and update. "auto": on GPUs, what it can.
-      steps_per_program: so many steps of one replica on a CPU, on batches that are read at once,
-        are one program of XLA; see `loopwright.engine.several_steps`. 1: none. "auto": 16 where
+      steps_per_program: so many steps of one replica, on batches that are read at once, are one
+        program of XLA; see `loopwright.engine.several_steps`. 1: none. "auto": 16 on CPUs, where
         they are faster and the run is long enough to gain by it, if jit_compile is not False.
       eager: use no tf.function: print and breakpoints in a task see every step.
       seed: for dropout and other random layers, combined with step and replica.

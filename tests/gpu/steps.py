@@ -3,9 +3,9 @@
   python tests/gpu/steps.py digits_cnn/float32/1 fashion_mnist_gan/mixed_float16/1
 
 A case is a config, a precision and the number of GPUs, with /plain behind it for
-`Trainer.jit_compile = False`. Prints a line of JSON for each: what a step asks for, where variables
-and features lie, and the memory of each GPU in bytes. With TF_CONFIG in the environment it is one
-of several workers.
+`Trainer.jit_compile = False`, or /4 for `Trainer.steps_per_program = 4`. Prints a line of JSON for
+each: what a step asks for, where variables and features lie, and the memory of each GPU in bytes.
+With TF_CONFIG in the environment it is one of several workers.
 """
 
 import dataclasses
@@ -34,11 +34,13 @@ def main(cases):
   os._exit(0)  # the driver's thread never ends
 
 
-def measured(config, precision, gpus, plain=None):
+def measured(config, precision, gpus, how=None):
   """Returns name -> what is measured of a case."""
   import tensorflow as tf
 
-  trainer = made(config, precision, int(gpus), jit_compile=False if plain else "auto")
+  ways = {None: {}, "plain": {"jit_compile": False}}
+  options = ways[how] if how in ways else {"steps_per_program": int(how)}
+  trainer = made(config, precision, int(gpus), **options)
   names = [f"GPU:{number}" for number in range(int(gpus))]
   held = [tf.config.experimental.get_memory_info(name)["current"] for name in names]
   trainer._iterator = trainer.make_iterator()
@@ -65,7 +67,7 @@ def counted(run):
   return {name: number for name, number in sorted(each.items()) if number}
 
 
-def made(config, precision, gpus, *, jit_compile="auto"):
+def made(config, precision, gpus, **options):
   """Returns a trainer of a shipped config, with small data, on so many GPUs."""
   import config_data
 
@@ -93,8 +95,7 @@ def made(config, precision, gpus, *, jit_compile="auto"):
   else:
     strategy = factories.one_device()
   recipe = runs.bound_recipe(strategy.num_replicas_in_sync)
-  options = {"reduction": Unproven, "jit_compile": jit_compile}
-  recipe = dataclasses.replace(recipe, options=options)
+  recipe = dataclasses.replace(recipe, options={"reduction": Unproven, **options})
   return recipe.trainer(builder.made_task(runs.bound("task")), strategy)
 
 

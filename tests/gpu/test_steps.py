@@ -24,10 +24,12 @@ STEPS = Path(__file__).with_name("steps.py")
 
 # A step's launches, copies to the device, copies to the host, copies between devices, and the
 # collectives: how many, of how many elements. Of several GPUs it is the sum over them. /plain is
-# without XLA, which compiles the others.
+# without XLA, which compiles the others; /4 has 4 steps in a program.
 BUDGETS = {
-  "pendulum_sac/float32/1": (97, 2, 14, 0, {}),
+  "pendulum_sac/float32/1": (108, 2, 2, 0, {}),
+  "pendulum_sac/float32/1/4": (108, 1, 2, 0, {}),
   "digits_cnn/float32/1": (63, 2, 0, 0, {}),
+  "digits_cnn/float32/1/4": (64, 1, 0, 0, {}),
   "language_model/float32/1": (266, 1, 0, 0, {}),
   "fashion_mnist_gan/float32/1": (150, 4, 0, 0, {}),
   "fashion_mnist_diffusion/float32/1": (366, 4, 1, 0, {}),
@@ -71,7 +73,7 @@ so the values that one case leaves in memory can mislead another: soft actor-cri
 seed back, comes first. TensorFlow does not give back all memory of a case, which a test reads."""
 
 IN_CI = {f"digits_cnn/{each}" for each in ("float32/1", "float32/2/plain", "mixed_float16/1/plain")}
-IN_CI |= {"digits_cnn/float32/1/plain"}
+IN_CI |= {"digits_cnn/float32/1/plain", "digits_cnn/float32/1/4"}
 OF_TENSORFLOW = re.compile(r"kernel (_Z|\w+_GPU_DT_)")
 """Kernels that TensorFlow launches, not a program of XLA."""
 
@@ -123,7 +125,7 @@ def test_a_step_keeps_within_its_budget(measured, case):
   if case.endswith("/plain"):
     assert (beside > 0, step.get("synchronisations", 0)) == (True, 0)
   else:  # all in one program, or around the reduction, in which the host reads conditions
-    few = 0 if case.endswith("/1") else 20  # metrics, counters, and what is sent
+    few = 20 if case.endswith("/2") else 0  # metrics, counters, and what is sent
     assert (beside <= few, step.get("synchronisations", 0)) == (True, to_host)
   assert nccl(step) == collectives
 
@@ -140,7 +142,7 @@ def test_variables_lie_on_the_gpus(measured, case):
   assert measured[case]["places"] == [f"GPU:{i}" for i in range(int(case.split("/")[2]))]
 
 
-@pytest.mark.parametrize("case", each(BUDGETS))
+@pytest.mark.parametrize("case", each(case for case in BUDGETS if not case.endswith("/4")))
 def test_floats_lie_on_the_gpu_of_their_replica_and_integers_on_the_host(measured, case):
   """So that a float is copied once, and an integer only where the step uses it on a GPU."""
   of_floats = []

@@ -8,9 +8,10 @@ Here only reads wait for reads, and steps for steps, so the host is some steps a
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -18,13 +19,15 @@ from loopwright.distribution.placement import Placement
 from loopwright.graphs.aliases import Batch, PerReplica
 
 if TYPE_CHECKING:
-  from loopwright.engine.step_parts import InputWait, StepNumbers, StepParts
+  from loopwright.engine.step_parts import InputWait, StepParts
 
 STEPS, BYTES = 16, 2**25
 """The most steps that the host works on at once, and the most memory of the GPU for their batches:
 the GPU is idle for a moment once in so many steps."""
 _WORDS = {tf.int32: 1, tf.int64: 2, tf.bool: 1}
 """What the host computes with, in words of 32 bits: all of a step's are one copy."""
+
+Words: TypeAlias = list[tf.Tensor]
 
 
 class Given(NamedTuple):
@@ -42,47 +45,61 @@ class Given(NamedTuple):
 class Ahead:
   """The steps of one loop on one GPU (cross-replica, under trace)."""
 
-  def __init__(self, iterator: tf.data.Iterator, wait: InputWait, place: Placement) -> None:
-    """Reads nothing yet."""
-    self._iterator, self._wait, self._place = iterator, wait, place
+  def __init__(
+    self, read: Callable[[Words], Batch], specs: Mapping[str, Any], place: Placement, steps: int = 1
+  ) -> None:
+    """Reads nothing yet.
+
+    Args:
+      read: (words) -> a batch, or so many stacked (host).
+      specs: of a batch.
+      place: of the GPU.
+      steps: those of a turn.
+    """
+    self._read, self._place, self._steps = read, place, steps
+    batch = sum(math.prod(spec.shape) * spec.dtype.size for spec in specs.values())
+    self._at_once = max(2, min(STEPS, BYTES // max(batch * steps, 1)))
 
   def run(
-    self, step: Callable[[Given, tf.Tensor], tf.Tensor], numbers: StepNumbers, steps: tf.Tensor
+    self,
+    step: Callable[[Given, Words], tf.Tensor],
+    words: Callable[[tf.Tensor], contextlib.AbstractContextManager[Words]],
+    steps: tf.Tensor,
   ) -> None:
-    """Calls `step(given, number)` so many times; its result is there once it is asked for."""
+    """Calls `step(given, words)` for so many; its bool is there once it is asked for.
+
+    `words`: (steps done) -> what the next ones need beside a batch, and a context of their trace.
+    """
     gpu = self._place.devices[0]
 
     def body(done: tf.Tensor, turn: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, ...]:
       _edges(True)  # in functions inside it
-      with tf.name_scope(""), numbers.of(done) as number:
-        given, turn = self._given(number, done, turn)
+      with tf.name_scope(""), words(done) as needed:
+        given, turn = self._given(needed, turn)
         with tf.control_dependencies([last]):
-          last = step(given, number)
+          last = step(given, needed)
       with tf.device(gpu):  # where an int32 is on the host
-        return done + 1, turn, last
+        return done + self._steps, turn, last
 
     with tf.device(gpu):
       end, start = tf.identity(steps), (tf.constant(0), tf.constant(0), tf.constant(True))
-    specs = self._iterator.element_spec.values()
-    batch = sum(math.prod(spec.shape) * spec.dtype.size for spec in specs)
-    at_once = max(2, min(STEPS, BYTES // max(batch, 1)))
     _edges(False)
-    tf.while_loop(lambda done, *_: done < end, body, start, parallel_iterations=at_once)
+    tf.while_loop(lambda done, *_: done < end, body, start, parallel_iterations=self._at_once)
     _edges(True)
 
-  def _given(self, number: tf.Tensor, done: tf.Tensor, turn: tf.Tensor) -> tuple[Given, tf.Tensor]:
-    """Reads a batch once `turn` is there, and sends it; returns also the turn of the next read."""
+  def _given(self, needed: Words, turn: tf.Tensor) -> tuple[Given, tf.Tensor]:
+    """Reads once `turn` is there, and sends it; returns also the turn of the next read."""
 
     @tf.function(autograph=False)
     def read(turn: tf.Tensor) -> tuple[Mapping[str, tf.Tensor], tf.Tensor]:
       with tf.control_dependencies([turn]):
-        return self._wait.read(self._iterator)[0], turn
+        return self._read(needed), turn
 
     with self._place.on_host():
       batch, turn = read(tf.bitcast(turn, tf.uint32))  # which is nowhere but on the host
       turn = tf.bitcast(turn, tf.int32)
       integers = {n: value for n, value in batch.items() if value.dtype in _WORDS}
-      words = [number, done, *integers.values()]
+      words = [*needed, *integers.values()]
       specs = [tf.TensorSpec(value.shape, value.dtype) for value in words]
       parts = [tf.reshape(_words(value), [-1]) for value in words]
       floats = tf.bitcast(tf.concat(parts, 0), tf.float32)  # an int32 would stay on the host
@@ -110,7 +127,7 @@ def of(
     return None
   specs = iterator.element_spec
   fits = isinstance(specs, dict) and all(map(_fits, specs.values()))
-  return Ahead(iterator, wait, place) if fits else None
+  return Ahead(lambda _: wait.read(iterator)[0], specs, place) if fits else None
 
 
 def _edges(added: bool) -> None:

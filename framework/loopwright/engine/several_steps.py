@@ -8,6 +8,7 @@ rest of a loop is the same program, and a step computes the same wherever a loop
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 
 from loopwright.distribution.placement import Placement
+from loopwright.engine import gpu_pipeline
 from loopwright.graphs import operations as graphs
 from loopwright.graphs import xla
 from loopwright.graphs.aliases import Batch, PerReplica
@@ -29,6 +31,9 @@ STEPS, BYTES = 16, 2**23
 LARGE, MANY = 2**24, 100
 """Products of numbers in a product of matrices that oneDNN computes faster than XLA; how many
 operations are worth a program."""
+TRANSPOSED, ROWS = 2**21, 512
+"""So many products of numbers, in sums of so many rows, suffice if the left side is transposed, as
+in the gradient of a layer's weights."""
 _SLOWER = ("Conv", "DepthwiseConv", "MaxPool", "AvgPool")
 _UNCHECKED = ("Assert", "ResourceGather", "Gather")
 """Of which XLA ignores what TensorFlow says on a CPU: that a condition is false, or an index not in
@@ -60,26 +65,65 @@ class Several:
 
   def run(self, step: Callable[[Given], tf.Tensor], steps: tf.Tensor) -> None:
     """Calls `step` so many times; if XLA cannot compile it, `left_out` has why."""
+    if self._place.on_gpus:
+      self._run_on_gpu(step, steps)
+      return
 
     def body(done: tf.Tensor) -> tuple[tf.Tensor]:
       count = tf.minimum(steps - done, self._at_once)
       stack, waited_s = self._wait.measured(lambda: self._read(count))
-      each_s = waited_s / tf.cast(count, tf.float32)
-
-      def program() -> tf.Tensor:
-        def one(number: tf.Tensor) -> tuple[tf.Tensor]:
-          with tf.name_scope(""):
-            step(Given({name: value[number] for name, value in stack.items()}, each_s))
-          return (number + 1,)
-
-        return tf.while_loop(lambda number: number < count, one, (tf.constant(0),))[0]
-
-      whole, why = xla.if_possible(program, kind="CPU")
-      self._parts.left_out[f"{self._at_once} steps"] = why
-      with tf.control_dependencies([whole()]):
+      programs = self._programs(step, stack, count, waited_s / tf.cast(count, tf.float32))
+      with tf.control_dependencies([programs(None)()]):
         return (done + count,)
 
     tf.while_loop(lambda done: done < steps, body, (tf.constant(0),))
+
+  def _run_on_gpu(self, step: Callable[[Given], tf.Tensor], steps: tf.Tensor) -> None:
+    """Does it with stacks sent ahead, and full programs of a constant number of steps.
+
+    Else the host would read in each step whether there is one more.
+    """
+
+    @contextlib.contextmanager
+    def words(done: tf.Tensor) -> Iterator[list[tf.Tensor]]:
+      with self._place.on_host():
+        yield [tf.minimum(steps - done, self._at_once)]
+
+    def program(given: gpu_pipeline.Given, words: list[tf.Tensor]) -> tf.Tensor:
+      [count] = words
+
+      def full() -> dict[int, tf.Tensor]:
+        return {**given.instead(), id(count): tf.constant(self._at_once)}
+
+      programs = self._programs(step, given.batch, count, tf.constant(0.0))
+
+      with self._place.on_host():
+        is_full = count == self._at_once
+      with tf.device(self._place.devices[0]):
+        return tf.cond(is_full, programs(full), programs(given.instead))
+
+    def read(words: list[tf.Tensor]) -> Batch:
+      return self._wait.measured(lambda: self._read(words[0]))[0]
+
+    specs = self._iterator.element_spec
+    gpu_pipeline.Ahead(read, specs, self._place, self._at_once).run(program, words, steps)
+
+  def _programs(
+    self, step: Callable[[Given], tf.Tensor], stack: Batch, count: tf.Tensor, waited_s: tf.Tensor
+  ) -> Callable[[xla.Instead], Callable[[], tf.Tensor]]:
+    """Returns what makes programs of `count` steps on a stack; each returns True."""
+
+    def loop() -> tf.Tensor:
+      def one(number: tf.Tensor) -> tuple[tf.Tensor]:
+        with tf.name_scope(""):
+          step(Given({name: value[number] for name, value in stack.items()}, waited_s))
+        return (number + 1,)
+
+      return tf.while_loop(lambda number: number < count, one, (tf.constant(0),))[0] > 0
+
+    made, why = xla.programs_if_possible(loop, kind=self._place.device_kind)
+    self._parts.left_out[f"{self._at_once} steps"] = why
+    return made
 
   def _read(self, count: tf.Tensor) -> Batch:
     """Returns the next `count` batches, stacked."""
@@ -117,8 +161,8 @@ def of(
 def _why_not_here(parts: StepParts, place: Placement) -> str:
   """Returns why several steps cannot be one program; "" if they can, as far as is known."""
   alone = place.strategy.num_replicas_in_sync == 1 and place.cluster.size == 1
-  if place.on_gpus or not (alone and place.loops_evaluation):
-    return "only those of one replica on a CPU can be"
+  if not (alone and place.loops_evaluation):
+    return "only those of one replica can be"
   seen_by = sorted({type(each).__name__ for each in parts.observers})
   return f"{', '.join(seen_by)} sees each step" if seen_by else ""
 
@@ -139,6 +183,7 @@ def chosen(trainer: Trainer, graph: tf.Graph, iterator: Any, per_loop: int) -> i
   """Returns how many steps are one program if nobody says it; None leaves them as they are (host).
 
   It depends on the graph alone, so equal runs compute the same, and on what cannot change results.
+  On GPUs nobody has measured it.
 
   Args:
     trainer: with its loop traced.
@@ -146,7 +191,8 @@ def chosen(trainer: Trainer, graph: tf.Graph, iterator: Any, per_loop: int) -> i
     iterator: of its batches.
     per_loop: the most steps of a loop.
   """
-  if _why_not_here(trainer.parts, trainer.placement) or not suits(graph):
+  place = trainer.placement
+  if place.on_gpus or _why_not_here(trainer.parts, place) or not suits(graph):
     return None
   specs = tf.nest.flatten(getattr(iterator, "element_spec", ()))
   sizes = [math.prod(spec.shape) * spec.dtype.size for spec in specs if hasattr(spec, "shape")]
@@ -162,11 +208,18 @@ def suits(graph: tf.Graph) -> bool:
 
 def _is_better_without(operation: tf.Operation) -> bool:
   """Whether an operation is missing in XLA, is slower there, or is not checked."""
-  if operation.type.startswith(_SLOWER) or products(operation) > LARGE:
+  if operation.type.startswith(_SLOWER) or products(operation) > LARGE or _sums_rows(operation):
     return True
   if operation.type.startswith(_UNCHECKED):
     return len(operation.inputs) < 2 or operation.inputs[1].op.type not in _ALWAYS_INSIDE
   return xla.lacks_kernel(operation)
+
+
+def _sums_rows(operation: tf.Operation) -> bool:
+  transposed = any(operation.node_def.attr[name].b for name in ("transpose_a", "adj_x"))
+  if not transposed or products(operation) < TRANSPOSED:
+    return False
+  return bool(operation.inputs[0].shape[-2] >= ROWS)  # known, else there would be infinitely many
 
 
 def products(operation: tf.Operation) -> float:

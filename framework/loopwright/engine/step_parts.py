@@ -229,8 +229,13 @@ class StepNumbers:
 
     ahead = gpu_pipeline.of(iterator, self._parts, wait, self._place)
     if ahead:
-      ahead.run(step, self, steps)
+      ahead.run(lambda given, words: step(given, words[0]), self._words, steps)
     return ahead is not None
+
+  @contextlib.contextmanager
+  def _words(self, done: tf.Tensor) -> Iterator[list[Any]]:
+    with self.of(done) as number:
+      yield [number, done]
 
 
 class InputWait:

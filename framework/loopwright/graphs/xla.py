@@ -53,16 +53,27 @@ def if_possible(
     kind: of its device, "GPU" or "CPU".
     instead: returns, in the program, id of a tensor that it uses -> what it takes instead.
   """
+  made, why = programs_if_possible(function, kind=kind)
+  return made(instead), why
+
+
+def programs_if_possible(
+  function: Callable[[], T], *, kind: str
+) -> tuple[Callable[[Instead], Callable[[], T]], str]:
+  """Returns what makes programs of one trace of a function, as `if_possible` (under trace)."""
   with _tracing_for(kind):
     traced = _traced(function)
   if why := obstacle(traced.graph, kind=kind):
-    return traced, why
+    return lambda _: traced, why
 
-  def call() -> T:
-    others = instead() if instead else {}
-    return traced._call_flat([], [others.get(id(t), t) for t in traced.captured_inputs])
+  def made(instead: Instead) -> Callable[[], T]:
+    def call() -> T:
+      others = instead() if instead else {}
+      return traced._call_flat([], [others.get(id(t), t) for t in traced.captured_inputs])
 
-  return program(call), ""
+    return program(call)
+
+  return made, ""
 
 
 @contextlib.contextmanager

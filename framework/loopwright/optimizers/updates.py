@@ -85,8 +85,12 @@ def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> No
 class _Assignment(NamedTuple):
   variable: tf.Variable
   value: tf.Tensor
-  when: tf.Tensor
+  when: tf.Tensor | None
   name: str
+
+
+def _if_due(copy: tf.Variable, value: tf.Tensor, due: tf.Tensor) -> tf.Tensor:
+  return tf.where(due, value, copy)
 
 
 class Assignments:
@@ -118,7 +122,7 @@ class Assignments:
         f"step.assign() got {name!r} twice in a step, and it takes effect only at the end; combine "
         "both values and assign once."
       )
-    due = branches.condition(True if when is None else when)
+    due = None if when is None else branches.condition(when)
     self._made.append(_Assignment(target, tf.cast(tensor, target.dtype), due, name))
 
   def make(self, stands: tf.Tensor) -> None:
@@ -128,7 +132,7 @@ class Assignments:
     targets = [one.variable for one in self._made]
     flags: dict[Any, list[int]] = {}
     for index, one in enumerate(self._made):
-      flags.setdefault(one.when.ref(), []).append(index)
+      flags.setdefault(None if one.when is None else one.when.ref(), []).append(index)
 
     def assign_all(strategy: tf.distribute.Strategy, due: Any, values: Sequence[Any]) -> None:
       place = placement.of(strategy)
@@ -138,8 +142,12 @@ class Assignments:
           for index in group:
             replica_state.assign(strategy, targets[index], values[index])
 
-        place.update_if(strategy.experimental_local_results(flag)[0], assign_group)
+        if place.on_gpus:  # where the host would wait for the condition of a branch
+          for index in group:
+            replica_state.assign_result(strategy, targets[index], _if_due, (values[index], flag))
+        else:
+          place.update_if(strategy.experimental_local_results(flag)[0], assign_group)
 
-    due = [stands & flag.deref() for flag in flags]
+    due = [stands if flag is None else stands & flag.deref() for flag in flags]
     values = [one.value for one in self._made]
     tf.distribute.get_replica_context().merge_call(assign_all, args=(due, values))

@@ -9,6 +9,7 @@ from runs import make_trainer
 
 from loopwright.distribution import placement
 from loopwright.engine import gpu_pipeline
+from loopwright.graphs.operations import operations
 from loopwright.optimizers import schedules
 from loopwright.strategies import local
 
@@ -56,16 +57,52 @@ def trained(**options):
   return found, [w.numpy() for w in trainer.task.model.trainable_variables], trainer.compiled
 
 
-@pytest.mark.parametrize("options", [{"jit_compile": True}])
-def test_numbers_are_those_of_steps_that_read_their_own_batch(monkeypatch, options):
+@pytest.mark.parametrize("several", [1, 2, 4])
+def test_numbers_are_those_of_steps_that_read_their_own_batch(monkeypatch, several):
   monkeypatch.setattr(placement.Placement, "on_gpus", True)
   begun = []
   made = gpu_pipeline.Ahead.run
   monkeypatch.setattr(gpu_pipeline.Ahead, "run", lambda *given: (begun.append(1), made(*given)))
-  found, weights, compiled = trained(**options)
+  found, weights, compiled = trained(jit_compile=True, steps_per_program=several)
   monkeypatch.setattr(gpu_pipeline, "of", lambda *_: None)
-  expected, others, _ = trained(**options)
-  assert (bool(begun), compiled) == (True, "the step as one program")
+  expected, others, _ = trained(jit_compile=True)
+  assert begun
+  assert compiled == f"{'the step' if several == 1 else f'{several} steps'} as one program"
   assert found == expected
   for one, other in zip(weights, others, strict=True):
     np.testing.assert_array_equal(one, other)
+
+
+class Slow(toys.Regression):
+  """Assigns two variables in each step, and one in each second."""
+
+  features = {"x": Kinds.features["x"], "y": Kinds.features["x"][:, 0]}
+
+  def build_model(self):
+    found = {name: tf.Variable(0.0, trainable=False, name=name) for name in "abc"}
+    return {"net": toys.linear([0.0] * 3), **found}
+
+  def forward(self, batch, training):
+    return self.model["net"](batch["x"], training=training)[:, 0]
+
+  def train_step(self, step, batch):
+    super().train_step(step, batch)
+    a, b, c = (self.model[name] for name in "abc")
+    step.assign(a, a / 2 + 1)
+    step.assign(b, b + 2)
+    step.assign(c, c + 3, when=step.number % 2 == 1)
+
+
+@pytest.mark.parametrize(("on_gpus", "branches"), [(True, 0), (False, 2)])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_assignments_take_no_branch_on_gpus_and_one_for_each_condition_elsewhere(
+  monkeypatch, mirrored, on_gpus, branches, replicas
+):
+  strategy = local.one_device(device="CPU:0") if replicas == 1 else mirrored(replicas)
+  monkeypatch.setattr(placement.Placement, "on_gpus", on_gpus)
+  sgd = {"optimizer": lambda: keras.optimizers.SGD(0.1), "jit_compile": False}
+  trainer = make_trainer(Slow(), strategy, batch=BATCH, **sgd)
+  trainer.train(tf.constant(3))
+  found = [float(trainer.task.model[name].numpy()) for name in "abc"]
+  assert found == [1.75, 6.0, 3.0]
+  assert [op.type for op in operations(trainer.graph())].count("If") == branches

@@ -252,6 +252,28 @@ def test_auto_depends_on_the_graph_and_the_length(task, planned, steps):
   assert trainer.compiled == ("" if steps == "auto" else f"{steps} steps as one program")
 
 
+@pytest.mark.parametrize(
+  ("left", "right", "transposed", "count", "fits"),
+  [
+    ([256, 256], [256, 256], False, 100, True),  # 2^24 products
+    ([257, 256], [256, 256], False, 100, False),
+    ([512, 64], [512, 64], True, 100, False),  # 2^21 in sums of 512
+    ([512, 64], [512, 63], True, 100, True),
+    ([511, 128], [511, 128], True, 100, True),
+    ([64, 512], [512, 64], False, 100, True),
+    ([64, 512], [512, 64], False, 99, False),
+  ],
+)
+def test_the_rule_at_its_edges(left, right, transposed, count, fits):
+  graph = tf.Graph()
+  with graph.as_default():
+    x, y = tf.compat.v1.placeholder(tf.float32, left), tf.compat.v1.placeholder(tf.float32, right)
+    tf.linalg.matmul(x, y, transpose_a=transposed)
+    for _ in range(count - 3):
+      tf.identity(x)
+  assert several_steps.suits(graph) == fits
+
+
 def test_auto_is_bounded_by_the_bytes_of_batches(monkeypatch):
   monkeypatch.setattr(several_steps, "BYTES", 4 * (4 + 4 + 4 + 8) * BATCH)
   trainer = line(steps_per_program="auto")
