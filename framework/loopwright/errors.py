@@ -92,7 +92,7 @@ def kind(value: object) -> str:
   """Returns what an error calls a wrong value: "None", "a tensor of shape (4, 1)" or "a list"."""
   if value is None:
     return "None"
-  shape = None if hasattr(value, "columns") else getattr(value, "shape", None)  # a table's
+  shape = getattr(value, "shape", None) if hasattr(value, "dtype") else None  # a table has none
   return f"a {type(value).__name__}" if shape is None else f"a tensor of shape {shape}"
 
 

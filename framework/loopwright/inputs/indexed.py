@@ -33,7 +33,7 @@ from loopwright.host import bounded
 from loopwright.host import files as file_tools
 from loopwright.host.failures import failure
 from loopwright.inputs.checks import check_array, check_text, check_weights, refuse_reserved
-from loopwright.inputs.sources import Source, as_bytes
+from loopwright.inputs.sources import Source, as_bytes, wrapping
 
 Decode = Callable[[Any], Mapping[str, Any]]
 
@@ -60,10 +60,10 @@ class IndexedSource(Source):
     for method in ("__len__", "__getitem__"):
       if not hasattr(data, method):
         raise ConfigError(
-          f"data is {kind(data)}, which has no {method}; wrap it in a class with it."
+          f"data is {kind(data)}, which has no {method}; use {wrapping(data)}, or a class with it."
         )
-    if hasattr(data, "columns"):
-      raise ConfigError(f"data is {kind(data)}, read by columns; use ArraySource(dict(frame)).")
+    if hasattr(data, "columns") or isinstance(data, Mapping):
+      raise ConfigError(f"data is {kind(data)}, read by names; use {wrapping(data)}.")
     self.num_examples = len(data)
     if not self.num_examples:
       raise ConfigError(f"data, {kind(data)}, has no examples; it must have at least one.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import mmap
+import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -217,8 +218,8 @@ class ArraySource(Source):
     """
     if not isinstance(features, Mapping) or not features:
       raise ConfigError(
-        f"features is {kind(features)}; it must be a dict of name -> array, such as {{'x': x}}; of "
-        "a DataFrame dict(frame)."
+        f"features is {kind(features)}; it must be a dict of name -> array: use "
+        f"{wrapping(features)}."
       )
     arrays = {name: _native(name, _column(array)) for name, array in features.items()}
     self.num_examples = common_length(arrays)
@@ -273,13 +274,30 @@ class ArraySource(Source):
 def check_source(source: Any) -> None:
   """Raises a ConfigError unless `source` is a `Source` with examples, or a `StreamSource`."""
   if not isinstance(source, Readable):
-    remedy = "ArraySource(features=...)"
-    if isinstance(source, tf.data.Dataset):
-      remedy = "StreamSource(dataset=...)"
-    elif hasattr(source, "__getitem__") and not isinstance(source, Mapping | np.ndarray):
-      remedy = "IndexedSource(data=...)"
-    raise ConfigError(f"the source is {kind(source)}; it must be a Source: wrap it in {remedy}.")
+    told = f"the source is {kind(source)}; it must be a Source: wrap it in {wrapping(source)}."
+    raise ConfigError(told)
   source.require_examples()
+
+
+def wrapping(data: Any) -> str:
+  """Returns what makes a source of what another library, or Python, reads examples from."""
+  if isinstance(data, tf.data.Dataset):
+    return "StreamSource(dataset=...)"
+  if isinstance(data, str | os.PathLike):
+    return "ArraySource(features=...) what the file has"
+  if isinstance(data, tuple) or hasattr(data, "dtype"):
+    return "ArraySource(features={'x': x, 'y': y})"
+  if hasattr(data, "iloc"):
+    return "ArraySource(features=dict(frame))"
+  if isinstance(data, Mapping):
+    splits = any(hasattr(each, "column_names") for each in data.values())  # of Hugging Face
+    return "IndexedSource(data=splits[split])" if splits else "ArraySource(features=...)"
+  if hasattr(data, "batch_sampler"):
+    return "IndexedSource(data=loader.dataset)"
+  if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    return "IndexedSource(data=...)"
+  stream = "StreamSource(dataset=tf.data.Dataset.from_generator(...))"
+  return stream if hasattr(data, "__iter__") else "ArraySource(features=...)"
 
 
 def main_source(source: Any) -> Any:

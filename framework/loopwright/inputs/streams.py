@@ -18,7 +18,7 @@ from loopwright.inputs import fingerprint
 from loopwright.inputs.checks import refuse_reserved, require
 from loopwright.inputs.ordering import seeds_at
 from loopwright.inputs.plan import Element, Elements, Plan, Start
-from loopwright.inputs.sources import READS, Readable
+from loopwright.inputs.sources import READS, Readable, wrapping
 from loopwright.options.declaration import may_change
 
 
@@ -51,7 +51,9 @@ class StreamSource(Readable):
         scalar, an empty dataset, or one known to have fewer than `num_examples`.
     """
     if not isinstance(dataset, tf.data.Dataset):
-      raise ConfigError(f"dataset is {kind(dataset)}; it must be a tf.data.Dataset.")
+      raise ConfigError(
+        f"dataset is {kind(dataset)}; it must be a tf.data.Dataset: use {wrapping(dataset)}."
+      )
     check_elements(dataset.element_spec)
     if num_examples is not None:
       require_integer("num_examples", num_examples, at_least=1)

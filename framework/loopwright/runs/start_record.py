@@ -19,7 +19,7 @@ from typing import Any
 
 from loopwright import configurables, registry
 from loopwright.evaluator import Evaluator
-from loopwright.inputs.sources import main_source
+from loopwright.inputs.sources import check_source, main_source
 from loopwright.optimizers import adapters
 from loopwright.options.declaration import declared
 from loopwright.options.groups import Cadence, Group
@@ -145,8 +145,11 @@ def values(options: Group, free: Sequence[str]) -> dict[str, str]:
 def examples(trainer: Trainer, evaluator: Evaluator | None) -> dict[str, str]:
   """Returns number and digest of the examples of each split, the same on all workers."""
   source = trainer.source() if trainer.source else None
+  if source is not None:
+    check_source(main_source(source))
   found = {} if source is None else source.described(trainer.global_batch_size)
   for name, each in (evaluator.sources if evaluator else {}).items():
+    check_source(main_source(each))
     found[f"evaluation {name}".rstrip()] = each.fingerprint()
     if source is not None and evaluator is not None:
       one, other = main_source(source), main_source(each)

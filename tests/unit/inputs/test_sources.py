@@ -2,15 +2,18 @@
 
 import gzip
 import io
+import re
 import resource
 import struct
 
 import numpy as np
 import pytest
 import tensorflow as tf
+import toys
 from input_cases import arrays, numbered, of_elements, one_line_error, runtime_error, stream
 from PIL import Image
 
+import loopwright
 from loopwright.host import failures
 from loopwright.inputs import datasets
 from loopwright.inputs.array_files import load_arrays, read_idx
@@ -22,6 +25,8 @@ from loopwright.inputs.streams import StreamSource
 
 class Frame:
   """As a DataFrame is one: no Mapping, but `dict` makes one of it."""
+
+  iloc = None
 
   def __init__(self, columns):
     self.keys, self._columns = columns.keys, columns
@@ -339,12 +344,45 @@ def test_load_arrays_of_a_folder_errors(tmp_path):
 # ---- The user's mistakes ----
 
 
+def having(*names):
+  """What has these attributes, as objects of libraries that the tests do not have."""
+  return type("Theirs", (), dict.fromkeys(names))()
+
+
+@pytest.mark.parametrize(
+  ("data", "made"),
+  [
+    (tf.data.Dataset.range(2), "StreamSource(dataset=...)"),
+    ("a.csv", "ArraySource(features=...) what the file has"),
+    ((np.ones(2), np.ones(2)), "ArraySource(features={'x': x, 'y': y})"),
+    (np.ones(2), "ArraySource(features={'x': x, 'y': y})"),
+    (having("iloc", "__getitem__", "__len__", "shape"), "ArraySource(features=dict(frame))"),
+    ({"x": np.ones(2)}, "ArraySource(features=...)"),
+    ({"train": having("column_names")}, "IndexedSource(data=splits[split])"),
+    (having("batch_sampler", "__iter__", "__len__"), "IndexedSource(data=loader.dataset)"),
+    (having("shape", "__getitem__", "__len__", "__iter__"), "IndexedSource(data=...)"),
+    ([{"x": 1}], "IndexedSource(data=...)"),
+    (iter([{"x": 1}]), "StreamSource(dataset=tf.data.Dataset.from_generator(...))"),
+    (having("__iter__", "__getitem__"), "StreamSource(dataset=tf.data.Dataset.from_generator("),
+    (None, "ArraySource(features=...)"),
+  ],
+)
+def test_a_task_whose_source_is_none_is_told_what_makes_one(data, made, tmp_path):
+  """By a run, which records what the source has before it reads it."""
+  task = toys.Regression(lambda: toys.linear([1.0]))
+  task.source = lambda split: data
+  with one_line_error(re.escape(f"it must be a Source: wrap it in {made}")):
+    loopwright.run(
+      task=task, mode="train", model_dir=str(tmp_path), train_steps=1, global_batch_size=4
+    )
+
+
 @pytest.mark.parametrize(
   ("features", "message"),
   [
     ({}, "features is a dict; it must be a dict of name -> array"),
-    (Frame({"x": [1]}), r"is a Frame; .*, such as \{'x': x\}; of a DataFrame dict\(frame\)\.$"),
-    ([1, 2], "features is a list"),
+    (Frame({"x": [1]}), r"is a Frame; .* name -> array: use ArraySource\(features=dict\(frame"),
+    ([1, 2], r"features is a list; .*: use IndexedSource\(data=...\)"),
     ({1: np.zeros(3)}, "features has the name 1; names must be strings"),
     ({"x": np.zeros(0)}, "have no rows; give at least one example"),
     ({"x": np.zeros(3), "y": np.zeros(4)}, "different lengths .'x' 3, 'y' 4."),
@@ -371,7 +409,7 @@ def test_array_source_errors(features, message):
 @pytest.mark.parametrize(
   ("make", "message"),
   [
-    (lambda: [1, 2], "dataset is a list; it must be a tf.data.Dataset."),
+    (lambda: [1, 2], r"is a list; it must be a tf.data.Dataset: use IndexedSource\(data=..."),
     (lambda: tf.data.Dataset.range(3), "they must be dicts of feature name -> tensor"),
     (
       lambda: tf.data.Dataset.zip((tf.data.Dataset.range(3),) * 2),
