@@ -43,8 +43,10 @@ VERIFY = {
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
+def elsewhere(tmp_path, monkeypatch, request):
   monkeypatch.chdir(tmp_path)
+  if not request.node.get_closest_marker("whole"):  # these draw in a browser
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "/* plotly.js */")
 
 
 def line(step, split, wall_time=0.0, **values):
@@ -112,10 +114,6 @@ class Parsed(html.parser.HTMLParser):
     return [text for tag, _, text in self.found if tag in tags]
 
 
-def without_plotly(monkeypatch):
-  monkeypatch.setattr("loopwright.tools.report.plotly", lambda: "/* plotly.js */")
-
-
 def rows(parsed_page, head):
   """Returns the cells of the table whose first head this is."""
   after = [x for x in parsed_page.found if x[0] in ("table", "tr", "th", "td")]
@@ -154,7 +152,6 @@ def test_a_long_curve_keeps_evenly_spaced_points():
 
 
 def test_the_page_shows_results_configs_goodput_verify_samples_and_environment(monkeypatch):
-  without_plotly(monkeypatch)
   parts = {"training": 3.0, "input wait": 1.0}
   went = {"runs/a": goodput.Goodput(0.0, parts, 1, 0, 2, 0)}
   monkeypatch.setattr(goodput, "read", went.get)
@@ -189,8 +186,7 @@ def test_the_page_shows_results_configs_goodput_verify_samples_and_environment(m
   assert "a: 'runs/a/media/no-1.png' is no PNG file." in found.texts("p")
 
 
-def test_runs_that_differ_in_the_seed_have_their_mean_and_spread(monkeypatch):
-  without_plotly(monkeypatch)
+def test_runs_that_differ_in_the_seed_have_their_mean_and_spread():
   for seed in range(3):
     log = line(2, "eval", loss=float(seed), accuracy=0.5)
     make(f"runs/{seed}", log, config=f"run.train_steps = 2\nrun.seed = {seed}\n")
@@ -204,8 +200,7 @@ def test_runs_that_differ_in_the_seed_have_their_mean_and_spread(monkeypatch):
   ]
 
 
-def test_what_never_changes_has_no_plot(monkeypatch):
-  without_plotly(monkeypatch)
+def test_what_never_changes_has_no_plot():
   for run, rate in (("a", 0.5), ("b", 0.25)):
     logs = [line(n, "train", loss=1.0, rate=rate, scale=4.0, norm=float(n)) for n in (1, 2)]
     make(f"runs/{run}", *logs, line(2, "eval", loss=1.0, once=7.0))
@@ -216,24 +211,21 @@ def test_what_never_changes_has_no_plot(monkeypatch):
   assert "The same at every step: rate = 0.5 or 0.25; scale = 4" in found.texts("p")
 
 
-def test_the_newest_picture_and_earlier_ones_at_even_distances(monkeypatch):
-  without_plotly(monkeypatch)
+def test_the_newest_picture_and_earlier_ones_at_even_distances():
   make("a", line(1, "eval", loss=1.0), media={f"x/faces-{n}.png": PNG for n in range(1, 22)})
   found = Parsed(report("a"))
   assert found.texts("figcaption") == [f"a, step {step}" for step in (21, 17, 13, 9, 5, 1)]
   assert found.texts("h3")[-1] == "x/faces"
 
 
-def test_of_many_runs_each_has_a_row(monkeypatch):
-  without_plotly(monkeypatch)
+def test_of_many_runs_each_has_a_row():
   for number in range(5):
     make(f"runs/{number}", line(1, "eval", loss=1.0), config=f"x.y = {number}\nx.z = 7\n")
   found = Parsed(report("runs"))
   assert rows(found, "bindings") == [["bindings", "x.y"], *([str(n)] * 2 for n in range(5))]
 
 
-def test_no_text_of_a_run_becomes_markup(monkeypatch):
-  without_plotly(monkeypatch)
+def test_no_text_of_a_run_becomes_markup():
   found = Parsed(report(*hostile()))
   ours = {
     *("html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "section", "div"),
@@ -263,14 +255,12 @@ def test_no_text_of_a_run_becomes_markup(monkeypatch):
   assert found.texts("pre") == [BREAKS_OUT]
 
 
-def test_a_name_that_is_no_text_is_written_so_that_it_can_be_read(monkeypatch):
-  without_plotly(monkeypatch)
+def test_a_name_that_is_no_text_is_written_so_that_it_can_be_read():
   make("a\x1b[2J\udcff", line(1, "eval", loss=1.0))
   assert r"a\x1b[2J\udcff" in Parsed(report("a\x1b[2J\udcff")).texts("h1")
 
 
-def test_a_damaged_run_is_a_line_on_the_page(monkeypatch):
-  without_plotly(monkeypatch)
+def test_a_damaged_run_is_a_line_on_the_page():
   make("runs/good", line(1, "eval", loss=1.0))
   make("runs/history", line(1, "eval", loss=2.0), start=START)
   Path("runs/history/history.jsonl").write_text("{")
@@ -306,8 +296,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_content_of_a_file_ends_the_report(name, monkeypatch):
-  without_plotly(monkeypatch)
+def test_no_content_of_a_file_ends_the_report(name):
   files = ("metrics.jsonl", "operative_config.gin", "history.jsonl", "verify.json", "owner.json")
   for file in (*files, "media/a-1.png", "media/b-1.txt"):
     folder = make(f"runs/of-{file.replace('/', '-')}", line(5, "eval", loss=1.0), start=START)
@@ -326,8 +315,7 @@ def test_no_content_of_a_file_ends_the_report(name, monkeypatch):
     (["a", "--output=empty"], "--output='empty' cannot be written (Is a directory"),
   ],
 )
-def test_a_mistake_is_one_line(given, text, capsys, monkeypatch):
-  without_plotly(monkeypatch)
+def test_a_mistake_is_one_line(given, text, capsys):
   Path("empty").mkdir()
   make("a", line(1, "eval", loss=1.0))
   assert commands.main(["loopwright", "report", *given]) == 2
@@ -490,7 +478,6 @@ def test_on_paper_a_page_is_light_whole_and_without_controls():
 
 
 def test_a_live_page_is_loaded_again_until_the_run_has_ended(monkeypatch):
-  without_plotly(monkeypatch)
   make("runs/a", line(1, "train", loss=2.0))
   going = []
   monkeypatch.setattr(folders.Run, "is_running", lambda run: not going)
