@@ -31,6 +31,7 @@ LONG = (
   *("test_notebooks", "test_verify_inputs", "test_full_control_tasks", "test_assets"),
   *("test_randomness", "test_models_from_elsewhere", "test_verify_mesh", "test_ledger"),
   *("test_checkpoints", "test_configs", "test_mistakes", "test_model_garden"),
+  *("test_places", "test_keras_task", "test_model_parallel", "test_several_steps", "test_tape"),
 )
 """Files that take long, the longest first, so that no process is left with one at the end."""
 
