@@ -776,12 +776,6 @@ def test_includes_without_end():
   )
 
 
-def test_a_file_that_is_not_text():
-  Path("b.gin").write_bytes(b"\xff\xfe\x00")
-  with pytest.raises(ConfigError, match=r"^b\.gin is not text; a gin file must be UTF-8\.$"):
-    configurables.parse(["b.gin"])
-
-
 # Modules of the user's own.
 
 

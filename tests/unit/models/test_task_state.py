@@ -88,26 +88,6 @@ def table(task):
   task.kept = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
 
 
-def generator(task):
-  task.kept = tf.random.Generator.from_seed(1)
-
-
-class Holder:
-  """No module of TensorFlow."""
-
-
-def plain_object(task):
-  task.kept = Holder()
-  task.kept.seen = tf.Variable(0.0, trainable=False, aggregation=SUM)
-
-
-ELSEWHERE = []
-
-
-def elsewhere(task):
-  ELSEWHERE[:] = [tf.Variable(0.0, trainable=False, name="elsewhere")]
-
-
 class Counting(keras.layers.Layer):
   """Counts rows with x0 > 0, by a variable that Keras does not know, or one that it does."""
 
@@ -173,14 +153,6 @@ CASES = {
     ),
     lambda t: t.kept, lambda n: (parts(n) > 0).sum(axis=(0, 2)),
   ),
-  "of a plain object": (
-    lambda: Stateful(plain_object, lambda t, b: t.kept.seen.assign_add(first_of(b))),
-    lambda t: t.kept.seen, lambda n: [sums(n).sum()] * n,
-  ),
-  "of no object": (
-    lambda: Stateful(elsewhere, lambda t, b: ELSEWHERE[0].assign_add(first_of(b))),
-    lambda t: ELSEWHERE[0], sums,
-  ),
   "of a layer": (
     lambda: Stateful(layer=counting(known=False)),
     lambda t: t.layer.count, lambda n: (parts(n) > 0).sum(axis=(0, 2)),
@@ -194,9 +166,6 @@ CASES = {
   ),
   "trained": (lambda: Weighed(module), lambda t: t.kept.log_sigma, None),
   "of a recurrent layer": (lambda: Stateful(layer=recurrent), lambda t: t.layer.states[0], None),
-  "of a generator": (
-    lambda: Stateful(generator, lambda t, b: t.kept.normal([])), lambda t: t.kept.state, None,
-  ),
   "of a table": (
     lambda: Stateful(table, lambda t, b: t.kept.insert(b["example_id"], b["x"][:, 0])),
     lambda t: t.kept, lambda n: [np.sort(X[:, 0])],
