@@ -122,6 +122,35 @@ def of_operation(operation: tf.Operation, owner: Any) -> str:
   return of_frames(frames, owner)
 
 
+def method(owner: Any, *names: str) -> str:
+  """Returns "file.py:31, in Mine.loss" for the first of some methods that is the user's, or ""."""
+  own = nearest_methods(owner)
+  found = (own[name] for name in names if name in own)
+  return next((_told(each, _source(each)[1]) for each in found), "")
+
+
+def made_at(tensors: Any, task: Any) -> str:
+  """Returns the user's innermost line that made some tensors, else the nearest one behind them.
+
+  Args:
+    tensors: of a graph traced in this process, in any structure; eager ones have no line.
+    task: whose methods are named with its class.
+
+  Returns:
+    As `method`.
+  """
+  flat = tf.nest.flatten(tensors, expand_composites=True)
+  waiting = [each.op for each in flat if tf.is_symbolic_tensor(each)]
+  seen = {id(operation) for operation in waiting}
+  for operation in waiting:
+    if place := of_operation(operation, task):
+      return place
+    before = {id(tensor.op): tensor.op for tensor in operation.inputs if id(tensor.op) not in seen}
+    waiting += before.values()
+    seen |= before.keys()
+  return ""
+
+
 def of_frames(frames: list[tuple[str, int, str]], owner: Any) -> str:
   """As `of_operation`, for (file, line, function) from the outermost frame to the innermost."""
   root = Path(__file__).parents[2]
