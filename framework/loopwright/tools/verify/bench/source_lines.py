@@ -11,9 +11,15 @@ import tensorflow as tf
 from tensorflow.python.util import tf_stack
 
 from loopwright import errors
+from loopwright.graphs import operations as graphs
+from loopwright.graphs.aliases import Variable
+from loopwright.models import models
 
 _OUTSIDE = ("verify", "trainer.py")
 """Parts of the framework that user code does not call; frames further out do not count."""
+
+
+_METRICS = Path(__file__).parents[3] / "metrics"
 
 
 def is_the_users(kind: type | Callable[..., Any]) -> bool:
@@ -118,8 +124,11 @@ def of_operation(operation: tf.Operation, owner: Any) -> str:
     operation: of a graph traced in this process.
     owner: the task, whose methods are named with its class.
   """
-  frames = [(frame.filename, frame.lineno, frame.name) for frame in operation.traceback or ()]
-  return of_frames(frames, owner)
+  return of_frames(_frames(operation), owner)
+
+
+def _frames(operation: tf.Operation) -> list[tuple[str, int, str]]:
+  return [(frame.filename, frame.lineno, frame.name) for frame in operation.traceback or ()]
 
 
 def method(owner: Any, *names: str) -> str:
@@ -143,11 +152,22 @@ def made_at(tensors: Any, task: Any) -> str:
   waiting = [each.op for each in flat if tf.is_symbolic_tensor(each)]
   seen = {id(operation) for operation in waiting}
   for operation in waiting:
-    if place := of_operation(operation, task):
+    if place := of_caller(_frames(operation), task):
       return place
     before = {id(tensor.op): tensor.op for tensor in operation.inputs if id(tensor.op) not in seen}
     waiting += before.values()
     seen |= before.keys()
+  return ""
+
+
+def assigned_at(graph: tf.Graph, variable: Variable, task: Any) -> str:
+  """Returns the user's first line that assigns to a variable in a traced graph, or ""."""
+  handle = getattr(models.raw(variable), "handle", None)
+  inner = {id(inside) for outside, inside in graph.captures if outside is handle}
+  for operation in graphs.operations(graph):
+    if operation.type.startswith("Assign") and id(operation.inputs[0]) in inner:
+      if place := of_caller(_frames(operation), task):
+        return place
   return ""
 
 
@@ -169,8 +189,9 @@ def frames(*, but: str) -> list[tuple[str, int, str]]:
 
 
 def of_caller(frames: list[tuple[str, int, str]], owner: Any) -> str:
-  """As `of_frames`; "" if the framework's own code is nearer than the user's."""
+  """As `of_frames`; "" if the framework's own code, but for `Loss`, is nearer than the user's."""
   near = [f for f in frames if errors.is_the_users(f[0]) or errors.is_the_frameworks(f[0])]
+  near = [f for f in near if not Path(f[0]).is_relative_to(_METRICS)]
   return of_frames(near[-1:], owner)
 
 
