@@ -164,11 +164,9 @@ def assigned_at(graph: tf.Graph, variable: Variable, task: Any) -> str:
   """Returns the user's first line that assigns to a variable in a traced graph, or ""."""
   handle = getattr(models.raw(variable), "handle", None)
   inner = {id(inside) for outside, inside in graph.captures if outside is handle}
-  for operation in graphs.operations(graph):
-    if operation.type.startswith("Assign") and id(operation.inputs[0]) in inner:
-      if place := of_caller(_frames(operation), task):
-        return place
-  return ""
+  changes = (op for op in graphs.operations(graph) if op.type.startswith("Assign"))
+  places = (of_caller(_frames(op), task) for op in changes if id(op.inputs[0]) in inner)
+  return next(filter(None, places), "")
 
 
 def of_frames(frames: list[tuple[str, int, str]], owner: Any) -> str:
