@@ -18,14 +18,14 @@ PYTHON, GENERATOR = "Python value outside the checkpoint", "random generator out
 BUILDS, NUMBERS = "task differs between builds", "random numbers outside the checkpoint"
 # check, cause, in the detail, line
 DEFECTS = {
-  "Counter": (STEP, PYTHON, "Counter.progress", 'self.progress["steps"] += 1'),
-  "History": (STEP, PYTHON, "History.history", "self.history.append"),
+  "Counter": (STEP, PYTHON, "Counter.progress", "tf.numpy_function"),
+  "History": (STEP, PYTHON, "History.history", "tf.numpy_function"),
   "Stateful": (STEP, "stateful random op", "kernel", "tf.random.normal"),
   "NumpyNoise": (STEP, GENERATOR, "kernel", "np.random.normal"),
   "Late": (STEP, "variables created late", "head/kernel", "def build_model"),
   "Augmented": (BATCH, NUMBERS, "x of the resumed run", "tf.random.uniform"),
-  "Shuffled": (BATCH, BUILDS, "Shuffled.order", "self.order ="),
-  "Projected": (STEP, BUILDS, "Projected.projection", "self.projection ="),
+  "Shuffled": (BATCH, BUILDS, "Shuffled.order", "def __init__"),
+  "Projected": (STEP, BUILDS, "Projected.projection", "def __init__"),
 }  # fmt: skip
 
 
@@ -75,7 +75,6 @@ def test_what_each_replica_counts_for_itself_moves_to_no_other_number_of_replica
     "saved under one device and restored under mirrored on 3: updates:0 is [3], but was saved as "
     "[4]"
   )
-  assert result.place == place(defects.Counting, "ON_READ")
 
 
 def test_what_is_saved_on_several_replicas_must_be_what_one_restores(fewer, monkeypatch):

@@ -6,47 +6,51 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import hashlib
 import operator
+import pickle
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from loopwright.graphs.aliases import Model, Variable
 from loopwright.host import lazy_keras
 from loopwright.models import models
 from loopwright.task import Task
 from loopwright.tools.verify.bench import source_lines
 
-Kind = Literal["variable", "random generator", "metric", "Python value"]
-_CONTAINERS = (list, tuple, set, frozenset, collections.deque, Mapping)
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 OF_A_GRAPH = "a tensor of a graph"
 """The value of a tensor that the task kept while a step was traced."""
+_CONTAINERS = (list, tuple, set, frozenset, collections.deque, Mapping)
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+_WITH_VARIABLES = ("layers.Layer", "optimizers.Optimizer", "metrics.Metric")
 _DEEPEST = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Held:
+class Held(NamedTuple):
   """One item of a task's state.
 
   Attributes:
-    kind: what it is.
     owner: the object that has the attribute.
-    attribute: name of the attribute that is or contains the item.
+    attribute: its name.
     value: to be compared with the value in another snapshot.
     variable: the `tf.Variable`, if it is one.
+    tensor: the tensor, if its value is `OF_A_GRAPH`.
   """
 
-  kind: Kind
   owner: Any
   attribute: str
   value: Any
-  variable: Variable = None
+  variable: Any = None
+  tensor: Any = None
+
+  @property
+  def kind(self) -> str:
+    """What it is: a "variable" or a "Python value"."""
+    return "Python value" if self.variable is None else "variable"
 
 
 def held(task: Task) -> dict[str, Held]:
@@ -57,101 +61,68 @@ def held(task: Task) -> dict[str, Held]:
     are left out.
   """
   found: dict[str, Held] = {}
-  for owner, ignored in [(task, {"model"}), *own_parts(task.model)]:
-    for attribute, value in vars(owner).items():
-      if attribute not in ignored:
-        for name, kind, content, variable in _walk(attribute, value, _DEEPEST):
-          found[f"{type(owner).__name__}.{name}"] = Held(
-            kind=kind, owner=owner, attribute=attribute, value=content, variable=variable
-          )
-  return found
+  of_keras = {name for each in lazy_keras.kerases() for name in vars(each.Model())}
+  owners: list[tuple[Any, set[str]]] = [(task, {"model"})]
+  for part in models.parts(task.model):
+    modules = [part, *getattr(part, "submodules", ())]
+    inside = models.layers(part) if models.is_keras(part) else modules
+    owners += [(each, of_keras) for each in inside if source_lines.is_the_users(type(each))]
+  for owner, ignored in owners:
+    for attribute in vars(owner).keys() - ignored:
+      name = f"{type(owner).__name__}.{attribute}"
+      for each, *item in _walk(name, vars(owner)[attribute], _DEEPEST):
+        found[each] = Held(owner, attribute, *item)
+  return dict(sorted(found.items()))
 
 
-def own_parts(model: Model) -> list[tuple[Any, set[str]]]:
-  """Returns a model's parts of the user's own classes, each with Keras's own attributes."""
-  bare = {name for each in lazy_keras.kerases() for name in vars(each.Model())}
-  found = []
-  for part in models.parts(model):
-    if models.is_keras(part):
-      inside = list(models.layers(part))
-    else:
-      inside = [part, *getattr(part, "submodules", ())]
-    found += [(each, bare) for each in inside if source_lines.is_the_users(type(each))]
-  return found
-
-
-def _walk(name: str, value: Any, depth: int) -> Iterator[tuple[str, Kind, Any, Any]]:
-  inner = models.raw(value)
+def _walk(name: str, value: Any, depth: int) -> Iterator[tuple[Any, ...]]:
+  """Yields (name, value, variable, tensor) of what a value holds."""
+  inner, modules = models.raw(value), (tf.Module, tf.random.Generator)
+  kerases = lazy_keras.kerases()
+  modules += tuple(operator.attrgetter(p)(each) for each in kerases for p in _WITH_VARIABLES)
   if isinstance(inner, (tf.Variable, tf.distribute.DistributedValues)):
-    yield name, "variable", _content(inner), inner
-  elif isinstance(value, tf.random.Generator):
-    yield name, "random generator", _content(value.state), value.state
-  elif isinstance(value, _of_kerases("metrics.Metric")):
-    for variable in map(models.raw, value.variables):
-      yield f"{name}.{variable.name}", "metric", _content(variable), variable
-  elif isinstance(value, (tf.Module, *_of_kerases("layers.Layer", "optimizers.Optimizer"))):
-    for number, variable in enumerate(map(models.raw, _variables(value))):
-      yield f"{name}.{variable.name}.{number}", "variable", _content(variable), variable
+    yield name, np.array(tf.convert_to_tensor(inner)).tobytes(), inner
+  elif isinstance(value, modules):
+    variables = [value.state] if isinstance(value, tf.random.Generator) else value.variables
+    for number, variable in enumerate(variables() if callable(variables) else variables):
+      yield from _walk(f"{name}.{variable.name}.{number}", variable, depth)
   elif isinstance(value, _CONTAINERS):
     yield from _inside(name, value, depth)
   elif (plain := _plain(value)) is not None:
-    yield name, "Python value", plain, None
+    yield name, plain, None, value if plain == OF_A_GRAPH else None
   elif depth and source_lines.is_the_users(type(value)) and hasattr(value, "__dict__"):
     for attribute, part in vars(value).items():
       yield from _walk(f"{name}.{attribute}", part, depth - 1)
 
 
-def _of_kerases(*paths: str) -> Any:
-  """Returns classes of Keras 3, and of tf_keras if it has been executed."""
-  return tuple(operator.attrgetter(path)(each) for each in lazy_keras.kerases() for path in paths)
-
-
-def _inside(name: str, container: Any, depth: int) -> Iterator[tuple[str, Kind, Any, Any]]:
+def _inside(name: str, container: Any, depth: int) -> Iterator[tuple[Any, ...]]:
   """Yields tensors and objects one by one, and all plain values of a container as one item."""
-  pairs = container.items() if isinstance(container, Mapping) else enumerate(container)
   plain: list[Any] = []
-  for key, value in list(pairs):
-    if (frozen := _plain(value)) is not None:
+  for key, value in list(
+    container.items() if isinstance(container, Mapping) else enumerate(container)
+  ):
+    frozen = _plain(value)
+    if frozen is not None and frozen != OF_A_GRAPH:
       plain.append((str(key), frozen))
     elif depth:
       yield from _walk(f"{name}[{key!r}]", value, depth - 1)
   if isinstance(container, (set, frozenset)):
     plain = sorted(repr(frozen) for _, frozen in plain)
-  yield name, "Python value", (type(container).__name__, len(container), plain), None
-
-
-def _variables(value: Any) -> list[Any]:
-  variables = value.variables
-  return list(variables() if callable(variables) else variables)
-
-
-def _content(variable: Variable) -> Any:
-  return np.array(tf.convert_to_tensor(variable)).tobytes()
+  yield name, (type(container).__name__, len(container), plain)
 
 
 def _plain(value: Any) -> Any:
   """Returns a value to compare with `==`, or None if the object has none."""
-  if isinstance(value, _SCALARS):
+  if isinstance(value, _SCALARS) or type(value).__module__ == "itertools":
     return type(value).__name__, repr(value)
-  if isinstance(value, np.memmap):
+  if isinstance(value, _GENERATORS):
+    return pickle.dumps(value)
+  if isinstance(value, tf.Tensor):
+    return _plain(value.numpy()) if hasattr(value, "numpy") else OF_A_GRAPH
+  if not isinstance(value, np.ndarray) or isinstance(value, np.memmap):
     return None
-  if isinstance(value, np.ndarray):
-    return value.shape, value.dtype.str, _digest(value)
-  if isinstance(value, np.random.Generator):
-    return repr(value.bit_generator.state)
-  if isinstance(value, np.random.RandomState):
-    return repr(value.get_state(legacy=False))
-  if isinstance(value, random.Random):
-    return repr(value.getstate())
-  if tf.is_tensor(value) and isinstance(value, tf.Tensor):
-    return _digest(value.numpy()) if hasattr(value, "numpy") else OF_A_GRAPH
-  return repr(value) if type(value).__module__ == "itertools" else None
-
-
-def _digest(array: np.ndarray) -> str:
-  if array.dtype.hasobject:
-    return repr(array.tolist())
-  return hashlib.blake2b(np.ascontiguousarray(array).tobytes()).hexdigest()
+  content = repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()
+  return value.shape, value.dtype.str, hashlib.blake2b(content).hexdigest()
 
 
 def numpy_and_python() -> tuple[str, str]:

@@ -21,9 +21,7 @@ import tensorflow as tf
 from loopwright import errors
 from loopwright.graphs import operations as graphs
 from loopwright.graphs import randomness
-from loopwright.graphs.aliases import Variable
 from loopwright.host import failures
-from loopwright.inputs.sources import main_source
 from loopwright.models import models
 from loopwright.optimizers.saved_layout import SavedRate
 from loopwright.run_folder import checkpoints
@@ -32,8 +30,7 @@ from loopwright.task import Task
 from loopwright.tools.verify.bench import bench, harness, held_state, random_draws, source_lines
 from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.held_state import Held
-from loopwright.tools.verify.report import Explanation, Group, Result
-from loopwright.trainer import Trainer
+from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("restore")
 LOOPS = (1, 2)
@@ -44,6 +41,7 @@ NEXT_BATCH, SAME_STEP, ACROSS = (
 )  # fmt: skip
 ONE, CENTRAL = "one device", "central storage on 2"
 MUTABLE = (list, dict, set, np.ndarray, np.random.Generator, np.random.RandomState)
+BUILDS = "task differs between builds"
 _IGNORED = ("state/", "experiment/", "save_counter/")
 
 
@@ -51,17 +49,6 @@ def check(subject: Subject) -> list[Result]:
   """Returns the results of this group."""
   with tempfile.TemporaryDirectory() as folder:
     return list(Resumption(subject, folder).results())
-
-
-UNKNOWN = Explanation("unknown", ("def train_step", "def loss", "def forward"))
-LATE = Explanation("variables created late", ("def build_model",))
-REBUILT = Explanation(
-  "model differs between builds",
-  ("random", "set(", "hash(", "listdir", "glob", "time", "def build_model"),
-)
-PER_REPLICA = Explanation("per-replica value", ("ON_READ", "aggregation"))
-KINDS = ("variable", "random generator", "metric", "Python value")
-"""Of state, the likelier mistake first."""
 
 
 class Resumption:
@@ -73,8 +60,12 @@ class Resumption:
     self.rows = subject.divisible_rows
     first, second = subject.fresh_task(), subject.fresh_task()
     ours, theirs = vars(first), vars(second)
-    shared = [n for n in ours if ours[n] is theirs.get(n) and isinstance(ours[n], MUTABLE)]
-    self._as_made = _copies(first) if first is second or shared else {}
+    shared = any(isinstance(ours[n], MUTABLE) and ours[n] is theirs.get(n) for n in ours)
+    self._as_made: dict[str, Any] = {}
+    for name, value in ours.items() if first is second or shared else ():
+      if isinstance(value, (*MUTABLE, bool, int, float, str)):
+        with contextlib.suppress(Exception):
+          self._as_made[name] = copy.deepcopy(value)
 
   def task(self) -> Task:
     """Returns a task as a new process makes it, even if the subject always returns the same one."""
@@ -111,21 +102,20 @@ class Resumption:
     unlike = _unlike_task(task, other)
     running, place = self._batches(task), f"at example {steps * self.rows}"
     expected = [next(running) for _ in range(steps + 1)][-1]
-    resumed = next(self._batches(other, steps * self.rows))
+    with random_draws.watch(other) as watched:
+      resumed = next(self._batches(other, steps * self.rows))
     differing = [n for n, v in expected.items() if n not in resumed or not _equal(v, resumed[n])]
     if not differing:
       return GROUP.passed(NEXT_BATCH, f"{place}: {', '.join(sorted(expected))}")
-    told = f"{place}, {', '.join(differing)} of the resumed run differ from those of the "
-    told += "uninterrupted one"
+    told = f"{place}, {', '.join(differing)} of the resumed run differ"
     if unlike:
       return _made_otherwise(NEXT_BATCH, *unlike, told)
-    numbers = "random numbers outside the checkpoint"
-    cause = "position of the data" if "example_id" in differing else numbers
-    random = ("np.random", "tf.random.u", "tf.random.n", "tf.random.", "tf.image.random", "rng.")
-    owners = (task, main_source(task.source("train")))
-    places = [source_lines.mention(owner, *random) for owner in owners]
-    places.append(source_lines.mention(task, "def preprocess", "def source"))
-    return GROUP.failed(NEXT_BATCH, told, cause, next(filter(None, places), ""))
+    if "example_id" in differing:
+      place = source_lines.method(task, "source")
+      return GROUP.failed(NEXT_BATCH, told, "position of the data", place)
+    places = [draw.place for draw in watched.stateful]
+    place = next(iter(places), source_lines.method(task, "preprocess", "source"))
+    return GROUP.failed(NEXT_BATCH, told, "random numbers outside the checkpoint", place)
 
   # ---- One step ----
 
@@ -133,40 +123,29 @@ class Resumption:
     """Compares the fourth step of a restored run with that of the uninterrupted one."""
     whole = self.whole
     whole.train(LOOPS[0])
-    traced = held_state.held(whole.task)
+    traced, build = held_state.held(whole.task), source_lines.method(whole.task, "build_model")
     if late := whole.late():
-      names = _told([whole.name_of(key) for key in late])
-      told = f"the first step creates {names}: not trained, and a new process cannot restore it"
-      return _explained(told, LATE, whole.task)
+      told = f"the first step creates {_told(late)}: not trained, and not restored"
+      return GROUP.failed(SAME_STEP, told, "variables created late", build)
     whole.train(LOOPS[1])
     path = whole.save("whole")
     whole.train(1)
     resumed = TrainerUnderTest(self, bench.strategy_of(1))
     if not (found := _unlike(whole, resumed)):
-      try:
-        resumed.manager.restore(path)
-      except errors.ConfigError as error:
-        found = str(error)
+      found = resumed.restore(path)
     if found:
-      return _explained(f"a second build makes another model: {found}", REBUILT, self.task())
+      told = f"a second build makes another model: {found}"
+      return GROUP.failed(SAME_STEP, told, "model differs between builds", build)
     resumed.train(1)
-    return self._compared(whole, resumed, traced, path)
-
-  def _compared(
-    self, whole: TrainerUnderTest, resumed: TrainerUnderTest, traced: Mapping[str, Held], path: str
-  ) -> Result:
     differing, apart = _differing(whole, resumed)
     seen = f"after one more step {_told(differing)} differ, by {apart:.2g}" if differing else ""
     if lost := _lost(whole, resumed, traced):
-      name, first = next(iter(lost.items()))
-      others = f" (and {', '.join(list(lost)[1:4])})" if len(lost) > 1 else ""
-      told = f"{name}{others} has another value, and is in no checkpoint"
-      return GROUP.failed(
-        SAME_STEP, told + (f"; {seen}" if seen else ""), f"{first.kind} outside the checkpoint",
-        source_lines.change(first.owner, first.attribute), values={"outside": sorted(lost)},
-      )  # fmt: skip
+      told = f"{_told(list(lost))} has another value, and is in no checkpoint; {seen}"
+      cause = f"{next(iter(lost.values())).kind} outside the checkpoint"
+      place, values = whole.python(), {"outside": sorted(lost)}
+      return GROUP.failed(SAME_STEP, told.rstrip("; "), cause, place, values=values)
     if not differing:
-      return GROUP.passed(SAME_STEP, f"{len(whole.keys())} variables and the metrics, to the bit")
+      return GROUP.passed(SAME_STEP, f"{len(whole.variables())} variables, to the bit")
     if apart < ROUNDING and not _repeats(resumed, path):
       told = f"except rounding, {apart:.1e}, which differs each time anyway"
       return GROUP.passed(SAME_STEP, told)
@@ -174,94 +153,84 @@ class Resumption:
 
   def _differs(self, whole: TrainerUnderTest, resumed: TrainerUnderTest, seen: str) -> Result:
     """Explains a step that differs although the checkpoint has all that the task holds."""
-    task = whole.task
-    if unlike := _unlike_task(task, resumed.task):
+    if unlike := _unlike_task(whole.task, resumed.task):
       return _made_otherwise(SAME_STEP, *unlike, seen)
-    if whole.layers_drew():
-      return GROUP.failed(SAME_STEP, seen, *random_draws.outside(task))
     random = [op for op in whole.operations() if random_draws.is_stateful(op.type)]
-    if not whole.drew and not random:
-      return _explained(seen, UNKNOWN, task)
-    cause = "random generator outside the checkpoint"
-    place = source_lines.mention(task, "np.random", "random.", "numpy_function", "py_function")
     if random:
-      cause, place = random_draws.STATEFUL, source_lines.of_operation(random[0], task)
-    return GROUP.failed(SAME_STEP, seen, cause, place)
+      place = source_lines.of_operation(random[0], whole.task)
+      return GROUP.failed(SAME_STEP, seen, random_draws.STATEFUL, place)
+    if whole.drew:
+      cause = "random generator outside the checkpoint"
+      return GROUP.failed(SAME_STEP, seen, cause, whole.python())
+    place = source_lines.method(whole.task, "train_step", "training_loss", "loss")
+    return GROUP.failed(SAME_STEP, seen, "unknown", place)
 
   # ---- Strategies ----
 
   def across_strategies(self) -> Result:
-    """Saves the state of a run under each strategy, and restores it under each other.
+    """Restores a run's state under each strategy, and what is saved there on one device again.
 
-    One device has taken steps. The others get its state, changed for each, in place of steps of
-    their own, which the group "replicas" takes; but nothing else steps under central storage.
+    One device has taken steps; the group "replicas" takes those of the others, but nothing else
+    steps under central storage.
     """
     batch = next(self._batches(self.task()))
     if not self.whole.metrics:
       self.whole.step(batch)
     if self.whole.late():
       return GROUP.skipped(ACROSS, "the first step creates variables")
-    made, refused = {ONE: self.whole}, dict[str, str]()
-    saved = {ONE: self.whole.save("one")}
+    path, values, done, refused = self.whole.save("one"), self.whole.values(), [ONE], list[str]()
     for name, strategy in strategies().items():
       try:
         run = TrainerUnderTest(self, strategy)
         if name == CENTRAL:
           run.step(batch)
       except Exception as error:  # the checks for that strategy say more
-        refused[name] = failures.mistake(error) or failures.failure(error)
+        why = failures.mistake(error) or failures.failure(error)
+        refused.append(f"not under {name} ({why})")
         continue
-      made[name], before = run, run.values()
-      if found := _restored_otherwise(run, saved[ONE]):
-        return _across_failed(run.task, ONE, name, found)
-      run.change(before, 1 + len(made) / 4)
-      saved[name] = run.save(name.replace(" ", "_"))
-    if not made.keys() - {ONE}:
-      return GROUP.skipped(ACROSS, "; ".join(f"{n}: {why}" for n, why in refused.items()))
-    for one, path in [*saved.items()][1:]:
-      for other, run in made.items():
-        if one != other and (found := _restored_otherwise(run, path)):
-          return _across_failed(run.task, one, other, found)
-    told = f"{', '.join(made)}: the checkpoint of each under all others"
-    left_out = "".join(f"; not under {name} ({why})" for name, why in refused.items())
-    return GROUP.passed(ACROSS, told + left_out)
-
-
-def _explained(detail: str, why: Explanation, task: Task) -> Result:
-  place = source_lines.mention(task, *why.containing)
-  return GROUP.explained(SAME_STEP, detail, why, place)
+      done.append(name)
+      if found := run.restored_otherwise(path, values):
+        return _across_failed(ONE, name, found)
+      back = TrainerUnderTest(self, bench.strategy_of(1))
+      if found := back.restored_otherwise(run.save(name.replace(" ", "_")), values):
+        return _across_failed(name, ONE, found)
+    if len(done) == 1:
+      return GROUP.skipped(ACROSS, "; ".join(refused))
+    return GROUP.passed(
+      ACROSS, "; ".join([f"{', '.join(done)}: from the first and back", *refused])
+    )
 
 
 def _made_otherwise(check: str, name: str, held: Held, seen: str) -> Result:
   told = f"{name} differs each time that the task is made; {seen}"
-  words = (f"self.{held.attribute} =", f"self.{held.attribute}")
-  place = source_lines.mention(held.owner, *words)
-  return GROUP.failed(check, told, "task differs between builds", place)
+  return GROUP.failed(check, told, BUILDS, source_lines.method(held.owner, "__init__"))
 
 
-def _across_failed(task: Task, one: str, other: str, found: str) -> Result:
-  owners = [task, *(part for part, _ in held_state.own_parts(task.model))]
-  places = (source_lines.mention(owner, *PER_REPLICA.containing) for owner in owners)
+def _across_failed(one: str, other: str, found: str) -> Result:
   told = f"saved under {one} and restored under {other}: {found}"
-  return GROUP.explained(ACROSS, told, PER_REPLICA, next(filter(None, places), ""))
+  return GROUP.failed(ACROSS, told, "per-replica value")
 
 
 class TrainerUnderTest:
-  """A trainer under one strategy, with its checkpoints."""
+  """A trainer under one strategy, with its checkpoints.
+
+  Attributes:
+    metrics: of the last loop; {} before the first.
+    drew: whether it has used Python's or NumPy's global generator.
+  """
 
   def __init__(self, resumption: Resumption, strategy: tf.distribute.Strategy) -> None:
-    self._folder = resumption.folder
-    self.task = resumption.task()
-    self.trainer: Trainer = harness.make_trainer(
+    self._folder, self.task = resumption.folder, resumption.task()
+    self.trainer = harness.make_trainer(
       resumption.subject, strategy, rows=resumption.rows, task=self.task
     )
     self.manager = self._manager("")
     self.metrics: dict[str, float] = {}
-    self.drew, self._fresh = False, self._generators()
-    self._built = self.keys()
+    self.drew = False
+    self._built = self.variables().keys()
 
   def train(self, steps: int) -> None:
-    """Trains one loop; sets `drew`: whether Python's or NumPy's global generator was used."""
+    """Trains one loop."""
     before = held_state.numpy_and_python()
     self.metrics = harness.train(self.trainer, steps)
     self.drew = held_state.numpy_and_python() != before
@@ -269,17 +238,6 @@ class TrainerUnderTest:
   def step(self, batch: Rows) -> None:
     """Runs one compiled step, without an input pipeline."""
     bench.stepper(self.trainer)(self.trainer.placement.split(batch))
-
-  def change(self, before: Mapping[str, np.ndarray], factor: float) -> None:
-    """Changes what is not as it was `before`, the numbers that steps move, on every replica."""
-    for key, variable in self.variables().items():
-      if np.array_equal(self.copies(variable)[0], before[key]):
-        continue
-      for copy_of in self.trainer.strategy.experimental_local_results(models.raw(variable)):
-        if copy_of.dtype.is_floating:
-          copy_of.assign(tf.cast(factor, copy_of.dtype) * copy_of)
-        elif copy_of.dtype.is_integer:
-          copy_of.assign(copy_of + 1)
 
   def save(self, name: str) -> str:
     """Saves into a folder of that name; returns the path."""
@@ -289,6 +247,30 @@ class TrainerUnderTest:
     assert path is not None
     return path
 
+  def restore(self, path: str) -> str:
+    """Restores a checkpoint; returns why it does not fit, or ""."""
+    try:
+      self.manager.restore(path)
+    except errors.ConfigError as error:
+      return str(error)
+    return ""
+
+  def restored_otherwise(self, path: str, values: Mapping[str, np.ndarray]) -> str:
+    """Restores what was saved with some values; returns what is another one, or ""."""
+    if found := self.restore(path):
+      return found
+    variables, got = self.variables(), self.values()
+    for key, saved in values.items():
+      if key not in got or not _alike(got[key], saved):
+        told = [np.array2string(np.ravel(each)[:3], precision=6) for each in (got.get(key), saved)]
+        name = models.name(variables[key]) if key in variables else key
+        return f"{name} is {told[0]}, but was saved as {told[1]}"
+    for variable in variables.values():
+      copies = self.trainer.strategy.experimental_local_results(models.raw(variable))
+      if not all(_alike(np.array(each), np.array(copies[0])) for each in copies):
+        return f"{models.name(variable)} differs between replicas"
+    return ""
+
   def _manager(self, name: str) -> CheckpointManager:
     folder, experiment = os.path.join(self._folder, name), {"task": type(self.task).__name__}
     return CheckpointManager(trainer=self.trainer, directory=folder, experiment=experiment)
@@ -296,50 +278,28 @@ class TrainerUnderTest:
   def variables(self) -> dict[str, Any]:
     """Returns all variables that a checkpoint holds, by key; the model's first."""
     found = checkpoints.variables_of(self.manager.checkpoint)
-    found = {key: v for key, v in found.items() if not isinstance(v, SavedRate)}
     keys = sorted(found, key=lambda key: not key.startswith("model/"))
-    return {key: found[key] for key in keys if not key.startswith(_IGNORED)}
-
-  def keys(self) -> list[str]:
-    """Returns the keys of `variables`."""
-    return list(self.variables())
+    wanted = (key for key in keys if not isinstance(found[key], SavedRate))
+    return {key: found[key] for key in wanted if not key.startswith(_IGNORED)}
 
   def late(self) -> list[str]:
-    """Returns the keys of variables that a step has created."""
-    return sorted(set(self.keys()) - set(self._built))
-
-  def name_of(self, key: str) -> str:
-    """Returns a variable's name, as the user knows it."""
-    variable = self.variables().get(key)
-    return key if variable is None else models.name(variable)
+    """Returns the names of variables that a step has created."""
+    return [models.name(v) for key, v in self.variables().items() if key not in self._built]
 
   def values(self) -> dict[str, np.ndarray]:
-    """Returns the values of `variables` on the first replica."""
-    return {key: self.copies(variable)[0] for key, variable in self.variables().items()}
-
-  def copies(self, variable: Variable) -> list[np.ndarray]:
-    """Returns a variable's value on each replica."""
-    local = self.trainer.strategy.experimental_local_results(models.raw(variable))
-    return [np.array(each) for each in local]
-
-  def saved_values(self) -> dict[str, np.ndarray]:
-    """Returns what a checkpoint would hold now."""
-    with tempfile.TemporaryDirectory() as folder:
-      return _read(self.manager.checkpoint.write(os.path.join(folder, "now")))
-
-  def layers_drew(self) -> bool:
-    """Whether a random layer drew from Keras's own generator instead of the step's seed."""
-    fresh = self._fresh
-    return any(not np.array_equal(v, fresh[key]) for key, v in self._generators().items())
-
-  def _generators(self) -> dict[str, np.ndarray]:
-    kept = models.all_variables(self.task.model)
-    found = {models.name(v): models.raw(v) for v in kept}
-    return {n: self.copies(v)[0] for n, v in found.items() if random_draws.is_generator(n)}
+    """Returns the values of `variables`; the sum of what each replica counts for itself."""
+    raws = {key: models.raw(variable) for key, variable in self.variables().items()}
+    return {key: np.array(tf.convert_to_tensor(raw)) for key, raw in raws.items()}
 
   def operations(self) -> list[tf.Operation]:
     """Returns the operations of the traced loop; none if the trainer is eager."""
     return [] if self.trainer.eager else list(graphs.operations(self.trainer.graph()))
+
+  def python(self) -> str:
+    """Returns the only line by which the loop calls Python; "" if there are none, or several."""
+    called = [op for op in self.operations() if random_draws.CHANGING.get(op.type) == "python"]
+    places = {source_lines.of_operation(op, self.task) for op in called}
+    return places.pop() if len(places) == 1 else ""
 
 
 def strategies() -> dict[str, tf.distribute.Strategy]:
@@ -351,55 +311,26 @@ def strategies() -> dict[str, tf.distribute.Strategy]:
   return {f"mirrored on {n}": bench.strategy_of(n) for n in (2, 3)} | {CENTRAL: central}
 
 
-def _restored_otherwise(run: TrainerUnderTest, path: str) -> str:
-  try:
-    run.manager.restore(path)
-  except errors.ConfigError as error:
-    return str(error)
-  expected, got = _read(path), run.saved_values()
-  for key in sorted(expected):
-    if key not in got or not _alike(got[key], expected[key]):
-      seen, saved = _short(got.get(key)), _short(expected[key])
-      return f"{run.name_of(key)} is {seen}, but was saved as {saved}"
-  for key, variable in run.variables().items():
-    copies = run.copies(variable)
-    if not all(_alike(copy, copies[0]) for copy in copies):
-      return f"{run.name_of(key)} differs between replicas"
-  return ""
-
-
 def _alike(one: np.ndarray, other: np.ndarray) -> bool:
   if one.dtype.kind == "f":  # sums over replicas round when divided and summed again
     return np.allclose(one, other, rtol=1e-6, atol=1e-30, equal_nan=True)
   return np.array_equal(one, other)
 
 
-def _short(value: Any) -> str:
-  return "missing" if value is None else np.array2string(np.ravel(value)[:3], precision=6)
-
-
-def _read(path: str) -> dict[str, np.ndarray]:
-  reader = tf.train.load_checkpoint(path)
-  keys = [k for k in reader.get_variable_to_shape_map() if k.endswith(checkpoints.VALUE)]
-  return {k: np.asarray(reader.get_tensor(k)) for k in keys if not k.startswith(_IGNORED)}
-
-
 def _differing(one: TrainerUnderTest, other: TrainerUnderTest) -> tuple[list[str], float]:
   """Returns what differs to the bit, variables and metrics, and the largest relative difference."""
   mine, yours = one.values(), other.values()
-  names, apart = [], [0.0]
-  for key, value in mine.items():
-    if value.tobytes() != yours[key].tobytes():
-      names.append(one.name_of(key))
-      size = np.linalg.norm(value.astype(np.float64)) or 1.0
-      distance = np.linalg.norm(value.astype(np.float64) - yours[key].astype(np.float64))
-      apart.append(float(np.nan_to_num(distance / size, nan=np.inf)))
-  for name in sorted(one.metrics.keys() | other.metrics.keys()):
-    pair = one.metrics.get(name, np.nan), other.metrics.get(name, np.nan)
-    if not np.array_equal(*pair, equal_nan=True):
-      names.append(f"metric {name}")
-      apart.append(abs(pair[0] - pair[1]) / (abs(pair[0]) or 1.0))
-  return names, max(apart)
+  names = {key: models.name(variable) for key, variable in one.variables().items()}
+  for name in one.metrics.keys() | other.metrics.keys():
+    names[name] = f"metric {name}"
+    mine[name], yours[name] = (np.float64(run.metrics.get(name, np.nan)) for run in (one, other))
+  unlike = [key for key, value in mine.items() if value.tobytes() != yours[key].tobytes()]
+  apart = [0.0]
+  for key in unlike:
+    value, seen = mine[key].astype(np.float64), yours[key].astype(np.float64)
+    size = np.linalg.norm(value) or 1.0
+    apart.append(float(np.nan_to_num(np.linalg.norm(value - seen) / size, nan=np.inf)))
+  return [names[key] for key in unlike], max(apart)
 
 
 def _lost(
@@ -409,13 +340,10 @@ def _lost(
   saved = {id(models.raw(v)) for v in whole.variables().values()}
   theirs, found = held_state.held(resumed.task), {}
   for name, mine in held_state.held(whole.task).items():
-    other = theirs.get(name)
-    if id(mine.variable) in saved or (other is not None and other.value == mine.value):
-      continue
-    before = traced.get(name)
-    if before is None or before.value != mine.value:
+    others = [held[name].value for held in (theirs, traced) if name in held]
+    if id(mine.variable) not in saved and mine.value not in others:
       found[name] = mine
-  return dict(sorted(found.items(), key=lambda item: KINDS.index(item[1].kind)))
+  return found
 
 
 def _unlike_task(one: Task, other: Task) -> tuple[str, Held] | None:
@@ -437,10 +365,10 @@ def _repeats(run: TrainerUnderTest, path: str) -> bool:
 
 def _unlike(one: TrainerUnderTest, other: TrainerUnderTest) -> str:
   mine, yours = one.variables(), other.variables()
-  for key in [*mine, *yours]:
+  for key in {**mine, **yours}:
     shapes = [str(models.raw(v[key]).shape) if key in v else "missing" for v in (mine, yours)]
     if shapes[0] != shapes[1]:
-      return f"{one.name_of(key)} is {shapes[0]} and then {shapes[1]}"
+      return f"{models.name({**yours, **mine}[key])} is {shapes[0]} and then {shapes[1]}"
   return ""
 
 
@@ -449,15 +377,6 @@ def _equal(one: np.ndarray, other: np.ndarray) -> bool:
   if object in (one.dtype, other.dtype):
     return bool(one.tolist() == other.tolist())
   return one.tobytes() == other.tobytes()
-
-
-def _copies(task: Task) -> dict[str, Any]:
-  found = {}
-  for name, value in vars(task).items():
-    with contextlib.suppress(Exception):
-      if isinstance(value, (*MUTABLE, bool, int, float, str)):
-        found[name] = copy.deepcopy(value)
-  return found
 
 
 def _told(names: list[str]) -> str:
