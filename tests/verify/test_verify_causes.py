@@ -12,7 +12,6 @@ from loopwright.tools.verify import causes
 from loopwright.tools.verify.report import Group
 
 MADE = {f"{kind} outside the checkpoint" for kind in ("variable", "metric", "Python value")}
-MADE |= {f"{what} divided by the local count of tokens" for what in ("loss", "metric")}
 NAMED = {cause.name for cause in causes.table()}
 
 

@@ -9,7 +9,7 @@ from defects.small import explained, found, place, subject
 from loopwright.tools import verify
 from loopwright.tools.verify.checks import evaluation
 
-CHECKS = (defects.MODE, defects.PADDING, defects.ORDER, defects.SMALLER, *defects.ON_N)
+CHECKS = (defects.MODE, defects.PADDING, defects.ORDER, defects.SMALLER, defects.ON_TWO)
 
 
 @pytest.mark.parametrize("name", defects.DEFECTS)

@@ -5,19 +5,20 @@ import numpy as np
 import tensorflow as tf
 from toys import network
 
-from defects import randomness
 from defects.right import CLASSES, Right, points
 from defects.small import planted
 from loopwright import ArraySource, Loss, Source, StreamSource
 
 DEFECTS, defect = planted()
-"""Of a task: the check that fails (or several), the cause in each, what one says, words of the line
-that it names, and options: `owner` of that line if it is another class, others of the subject."""
+"""Of a task: check -> cause of what fails, words of the line that the first names, and options:
+`owner` of that line if it is another class, what the first `says`, others of the subject."""
+APART, RANGE, WORKERS = "train and eval apart", "label range", "shared out to 2 and 3 workers"
+ANY_SIZE, IGNORED = "evaluation in batches of any size", "source() ignores the split"
+MIXES, NUMBERS = "preprocess() mixes rows", "preprocess() numbers examples itself"
+OVERLAP = "train and eval overlap"
 
 
-@defect(
-  "train and eval apart", "source() ignores the split", "32 of 32 eval in 96 train", "count ="
-)
+@defect({APART: IGNORED}, "def source", says="32 of 32 eval in 96 train")
 class SameSplit(Right):
   def source(self, split):
     features = points("train")
@@ -25,24 +26,7 @@ class SameSplit(Right):
     return ArraySource(features={name: value[:count] for name, value in features.items()})
 
 
-@defect(
-  "train and eval apart", "train and eval overlap", "repeated inside train; eval", "default_rng(0)"
-)
-class OversampledBeforeSplit(Right):
-  def source(self, split):
-    features, rng = points("train"), np.random.default_rng(0)
-    rare, common = np.arange(12), np.arange(12, 96)
-    rows = rng.permutation(np.concatenate([common, rng.choice(rare, size=84)]))
-    rows = rows[:120] if split == "train" else rows[120:]
-    return ArraySource(features={name: value[rows] for name, value in features.items()})
-
-
-@defect(
-  ("train and eval apart", "source() repeats"),
-  ("train and eval overlap", "source() is random"),
-  "a second call of source('train') gives other examples",
-  "np.random.permutation",
-)
+@defect({"source() repeats": "source() is random", APART: OVERLAP}, "def source")
 class SplitAtRandom(Right):
   def source(self, split):
     features = points("train")
@@ -64,22 +48,38 @@ class Sorting(Source):
     return {name: tf.gather(value, indices) for name, value in self._features.items()}
 
 
-@defect(
-  "source() repeats",
-  "fetch() mixes up its rows",
-  "Sorting.fetch gives another example",
-  "tf.sort(indices)",
-  owner=Sorting,
-)
+@defect({"source() repeats": "fetch() mixes up its rows"}, "def fetch", owner=Sorting)
 class SortedIndices(Right):
   def source(self, split):
     return Sorting(split)
 
 
+class Drawn(Sorting):
+  """A mixture of two halves, of which one is drawn each time."""
+
+  def fetch(self, indices):
+    half = tf.numpy_function(lambda: np.random.randint(2), [], tf.int64)
+    return super().fetch((indices + tf.ensure_shape(half, []) * 48) % self.num_examples)
+
+
+@defect({"source() repeats": "fetch() is random"}, "def fetch", owner=Drawn)
+class DrawnMixture(Right):
+  def source(self, split):
+    return Drawn(split)
+
+
+@defect({APART: OVERLAP}, "def source", says="repeated inside train; eval")
+class OversampledBeforeSplit(Right):
+  def source(self, split):
+    features, rng = points("train"), np.random.default_rng(0)
+    rare, common = np.arange(12), np.arange(12, 96)
+    rows = rng.permutation(np.concatenate([common, rng.choice(rare, size=84)]))
+    rows = rows[:120] if split == "train" else rows[120:]
+    return ArraySource(features={name: value[rows] for name, value in features.items()})
+
+
 @defect(
-  ("each example once", "evaluation in batches of any size"),
-  ("preprocess() repeats or drops examples", "preprocess() mixes rows"),
-  "in an epoch, example ",
+  {"each example once": "preprocess() repeats or drops examples", ANY_SIZE: MIXES},
   "tf.gather(value, rows)",
 )
 class Oversampled(Right):
@@ -90,10 +90,9 @@ class Oversampled(Right):
 
 
 @defect(
-  "each example once",
-  "preprocess() numbers examples itself",
-  "in an epoch, example 0 comes 6 times, 80 of 96 never come, such as 16",
+  {"each example once": NUMBERS},
   "tf.range(",
+  says="example 0 comes 6 times, 80 of 96 never come, such as 16",
 )
 class Renumbered(Right):
   def preprocess(self, batch, training):
@@ -103,50 +102,24 @@ class Renumbered(Right):
 
 
 @defect(
-  "shared out to 2 and 3 workers",
-  "preprocess() numbers examples itself",
-  "2 workers make [0, 1, 2, ...] and [0, 1, 2, ...]",
+  {WORKERS: NUMBERS},
   "tf.range(",
   owner=Renumbered,
   global_batch_size=96,
+  says="2 workers make [0, 1, 2, ...] and [0, 1, 2, ...]",
 )
 class RenumberedEpoch(Renumbered):
   """A batch is an epoch, so that the numbers look right on one worker."""
 
 
-@defect(
-  "evaluation repeats", "augmentation in evaluation", "'x' differs when the same 16", "random_flip"
-)
-class FlippedAlways(Right):
-  def preprocess(self, batch, training):
-    flipped = tf.image.random_flip_left_right(batch["x"][:, None, :, None])
-    return {**batch, "x": flipped[:, 0, :, 0]}
-
-
-@defect(
-  "evaluation repeats",
-  "augmentation in evaluation",
-  "reads batch['seed'], which only training has",
-  'batch["seed"]',
-  owner=randomness.SeedInEvaluation,
-)
-class SeedInEvaluation(randomness.SeedInEvaluation):
-  pass
-
-
-@defect(
-  ("evaluation in batches of any size", "shared out to 2 and 3 workers"),
-  ("preprocess() mixes rows", "preprocess() mixes rows"),
-  "'x' of the same examples differs in batches of 8 and of 16",
-  "tf.nn.moments",
-)
+@defect({WORKERS: MIXES, ANY_SIZE: MIXES}, "tf.sqrt(variance")
 class BatchStatistics(Right):
   def preprocess(self, batch, training):
     mean, variance = tf.nn.moments(batch["x"], axes=[0])
     return {**batch, "x": (batch["x"] - mean) / tf.sqrt(variance + 1e-6)}
 
 
-@defect("weights", "negative weights", "-1 at the lowest, first at example", "weight")
+@defect({"weights": "negative weights"}, "def source")
 class NegativeWeights(Right):
   def source(self, split):
     features = points(split)
@@ -155,16 +128,14 @@ class NegativeWeights(Right):
     return StreamSource(dataset=dataset.map(lambda row: {**row, "weight": weigh(row)}))
 
 
-@defect("weights", "all weights are zero", "all of 96 examples have weight 0", "weight")
+@defect({"weights": "all weights are zero"}, "tf.cast(")
 class NoWeights(Right):
   def preprocess(self, batch, training):
     known = tf.cast(batch["label"] > CLASSES, tf.float32)
     return {**batch, "weight": known}
 
 
-@defect(
-  "finite features", "non-finite features", "'x' has 2 numbers that are not", 'x = features["x"]'
-)
+@defect({"finite features": "non-finite features"}, "def source", says="'x' has 2 numbers that")
 class MissingValues(Right):
   def source(self, split):
     features = points(split)
@@ -174,7 +145,9 @@ class MissingValues(Right):
 
 
 @defect(
-  "features vary", "preprocess() makes a feature constant", "'x' is 0 for all of 96", "// 255"
+  {"features vary": "preprocess() makes a feature constant"},
+  "// 255",
+  says="'x' is 0 for all of 96",
 )
 class WholeDivision(Right):
   def source(self, split):
@@ -186,7 +159,7 @@ class WholeDivision(Right):
     return {**batch, "x": tf.cast(batch["x"] // 255, tf.float32)}
 
 
-@defect("scale of features", "inputs are not scaled", "'x' has mean 1", 'tf.cast(batch["x"]')
+@defect({"scale of features": "inputs are not scaled"}, 'tf.cast(batch["x"]', says="'x' has mean 1")
 class RawPixels(Right):
   def source(self, split):
     features = points(split)
@@ -197,7 +170,9 @@ class RawPixels(Right):
     return {**batch, "x": tf.cast(batch["x"], tf.float32)}
 
 
-@defect("label range", "labels start at 1", "'label' is 1 to 3, but forward() returns 3", "Dense(")
+@defect(
+  {RANGE: "labels start at 1"}, "def source", says="'label' is 1 to 3, but forward() returns 3"
+)
 class LabelsFromOne(Right):
   def source(self, split):
     features = points(split)
@@ -207,12 +182,7 @@ class LabelsFromOne(Right):
     return network([6], keras.layers.Dense(CLASSES))
 
 
-@defect(
-  "label range",
-  "labels out of range",
-  "'label' is 0 to 4, but forward() returns 3 classes, 0 to 2: the loss treats 4 as no class",
-  "one_hot",
-)
+@defect({RANGE: "labels out of range"}, "def source", says="the loss treats 4 as no class")
 class OneHotLabels(Right):
   def source(self, split):
     features = points(split)
@@ -226,12 +196,7 @@ class OneHotLabels(Right):
     return Loss.from_examples(losses, batch["weight"])
 
 
-@defect(
-  "label range",
-  "all labels are the same",
-  "'label' is 0 for all of 96 examples, of 3",
-  '"label": np.zeros',
-)
+@defect({RANGE: "all labels are the same"}, "def source", says="0 for all of 96 examples, of 3")
 class OneLabel(Right):
   def source(self, split):
     features = points(split)
@@ -239,12 +204,11 @@ class OneLabel(Right):
 
 
 @defect(
-  "labels in mixed order",
-  "examples sorted by label",
-  "12 batches of 8 hold only one class of 'label', and run.shuffle is False",
-  "np.argsort",
+  {"labels in mixed order": "examples sorted by label"},
+  "def source",
   shuffle=False,
   global_batch_size=8,
+  says="12 batches of 8 hold only one class of 'label'",
 )
 class Sorted(Right):
   def source(self, split):
@@ -253,9 +217,7 @@ class Sorted(Right):
     return ArraySource(features={name: value[order] for name, value in features.items()})
 
 
-@defect(
-  "train and eval apart", "source() ignores the split", "48 of 48 eval in 192 train", "np.tile("
-)
+@defect({APART: IGNORED}, "def source", says="48 of 48 eval in 192 train")
 class Repeated(Right):
   """Training examples twice, evaluation examples among them."""
 
@@ -265,9 +227,7 @@ class Repeated(Right):
     return ArraySource(features={name: value[rows] for name, value in features.items()})
 
 
-@defect(
-  "train and eval apart", "source() ignores the split", "32 of 32 eval in 96 train", "count ="
-)
+@defect({APART: IGNORED}, "def source", says="32 of 32 eval in 96 train")
 class Numbered(Right):
   """A number of its own for each example."""
 
@@ -278,10 +238,7 @@ class Numbered(Right):
     return ArraySource(features={**features, "index": np.arange(count) + 10 * len(split)})
 
 
-WORKERS = "shared out to 2 and 3 workers"
-
-
-@defect(WORKERS, "preprocess() mixes rows", "'x' of an example depends on the other", "tf.roll")
+@defect({WORKERS: MIXES}, "tf.roll", says="'x' of an example depends on the other")
 class MixesNeighbours(Right):
   def preprocess(self, batch, training):
     if not training:
@@ -289,39 +246,13 @@ class MixesNeighbours(Right):
     return {**batch, "x": 0.8 * batch["x"] + 0.2 * tf.roll(batch["x"], 1, axis=0)}
 
 
-@defect(WORKERS, "preprocess() mixes rows", "'weight' of an example depends on", "bincount")
-class BalancedInTheBatch(Right):
-  """Rare classes get more weight, by their number in the batch."""
-
-  def preprocess(self, batch, training):
-    if not training:
-      return batch
-    counts = tf.math.bincount(batch["label"], minlength=CLASSES, dtype=tf.float32)
-    return {**batch, "weight": batch["weight"] / tf.gather(counts, batch["label"])}
-
-
-@defect(
-  WORKERS, "one seed for the whole batch", "'x' of an example depends on the seed of another",
-  'batch["seed"][0]',
-)  # fmt: skip
+@defect({WORKERS: "one seed for the whole batch"}, 'batch["seed"][0]')
 class FirstSeed(Right):
   def preprocess(self, batch, training):
     if not training:
       return batch
     noise = tf.random.stateless_normal(batch["x"].shape, seed=batch["seed"][0])
     return {**batch, "x": batch["x"] + 0.1 * noise}
-
-
-@defect(
-  WORKERS, "one seed for the whole batch", "'x' of an example depends on its place",
-  "stateless_normal",
-)  # fmt: skip
-class SeedOfTheStep(Right):
-  def preprocess(self, batch, training):
-    if not training:
-      return batch
-    seed = tf.stack([5, tf.cast(batch["step"][0], tf.int32)])
-    return {**batch, "x": batch["x"] + tf.random.stateless_normal(batch["x"].shape, seed=seed)}
 
 
 # ---- Right ----

@@ -170,7 +170,7 @@ class SeedInEvaluation(Right):
     return {**batch, "x": batch["x"] + shift}
 
 
-@defect(FROZEN_EPOCHS, "in Python while preprocess() is traced", "np.random.uniform")
+@defect(FROZEN_EPOCHS, "in Python while preprocess() is traced", "def preprocess")
 class BrightnessOfNumPy(Right):
   def preprocess(self, batch, training):
     if training:
@@ -179,7 +179,7 @@ class BrightnessOfNumPy(Right):
     return batch
 
 
-@defect(FROZEN_EPOCHS, "in Python while preprocess() is traced", "default_rng()")
+@defect(FROZEN_EPOCHS, "in Python while preprocess() is traced", "def preprocess")
 class AnotherGenerator(Right):
   def preprocess(self, batch, training):
     if training and np.random.default_rng().random() < 0.5:
@@ -187,7 +187,7 @@ class AnotherGenerator(Right):
     return batch
 
 
-@defect(AUGMENTS, "'x' differs for the same examples with the same seeds", "np.random.normal")
+@defect(AUGMENTS, "'x' differs for the same examples with the same seeds", "tf.ensure_shape")
 class NumPyFunction(Right):
   def preprocess(self, batch, training):
     if training:

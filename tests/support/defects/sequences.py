@@ -1,7 +1,6 @@
-"""Sequences and mixtures as somebody writes them who does not know the framework, then right ones.
+"""Sequences as somebody writes them who does not know the framework, then right ones.
 
-`DEFECTS` (name -> group, causes that are right, line) and `RIGHT` say what verification must find;
-see docs/verify.md, and tests/verify/test_verify_sequences.py for a part of it.
+`DEFECTS` (name -> cause, line) and `RIGHT` say what the group "sequences" must find.
 """
 
 import keras
@@ -9,33 +8,19 @@ import numpy as np
 import tensorflow as tf
 
 from defects.small import line_of
-from loopwright import (
-  ArraySource,
-  Loss,
-  Mixture,
-  Packed,
-  Source,
-  StreamSource,
-  Task,
-  attention_mask,
-)
+from loopwright import ArraySource, Loss, Mixture, Packed, Task, attention_mask
 
 KINDS, LENGTH, WIDTH, DOCUMENTS = 29, 24, 16, 160
 DEFECTS, RIGHT = {}, {}
-MISSED = ("OversampledThenSplit",)
-"""Not found: examples that occur several times in both splits may be what such data have."""
 APART, LATER, LABELS = "documents see one another", "a token sees later ones", "label shifted twice"
-PADDING, COUNT = "padding enters the mean", "loss divided by the local count of tokens"
+PADDING, PLACES = "padding enters the mean", "positions do not restart"
 
 
-def defect(group, cause, words, *causes, owner=None):
-  """Registers a task: the group and cause that name it, words of the line, other right causes.
-
-  The line is the task's, or one of another class.
-  """
+def defect(cause, words):
+  """Registers a task: the cause that names it, words of the line."""
 
   def register(task):
-    DEFECTS[task.__name__] = (group, (cause, *causes), line_of(owner or task, words))
+    DEFECTS[task.__name__] = cause, line_of(task, words)
     return task
 
   return register
@@ -143,7 +128,7 @@ class Texts(Task):
 # ---- Masks ----
 
 
-@defect("sequences", APART, "tf.repeat(lower")
+@defect(APART, "tf.repeat(lower")
 class CausalAlone(Texts):
   """nanoVLM 204, transformers 25452: only the causal mask."""
 
@@ -153,18 +138,7 @@ class CausalAlone(Texts):
     return tf.repeat(lower[tf.newaxis], tf.shape(batch["token"])[0], axis=0)
 
 
-@defect("sequences", APART, "real[:, tf.newaxis, :]")
-class PaddingMaskAlone(Texts):
-  """The mask of a tokenizer: 1 for tokens, 0 for padding."""
-
-  def mask(self, batch):
-    real = batch["token"] > 0
-    order = tf.range(LENGTH)
-    causal = order[:, tf.newaxis] >= order
-    return causal & real[:, tf.newaxis, :]
-
-
-@defect("sequences", APART, "attention_mask(before)")
+@defect(APART, "attention_mask(before)")
 class BoundaryOffByOne(Texts):
   """A document's first token counts to the one before."""
 
@@ -174,13 +148,13 @@ class BoundaryOffByOne(Texts):
     return attention_mask(before)
 
 
-@defect("sequences", LATER, "causal=False")
+@defect(LATER, "causal=False")
 class NotCausal(Texts):
   def mask(self, batch):
     return attention_mask(batch["segment"], causal=False)
 
 
-@defect("sequences", LATER, "order + 1")
+@defect(LATER, "order + 1")
 class CausalOffByOne(Texts):
   def mask(self, batch):
     order = tf.range(LENGTH)
@@ -189,7 +163,7 @@ class CausalOffByOne(Texts):
     return same & (order[:, tf.newaxis] >= order - 1) & (order < order + 1)
 
 
-@defect("sequences", APART, "order[:, tf.newaxis] > order", LATER)
+@defect(APART, "order[:, tf.newaxis] > order")
 class WithoutItself(Texts):
   """The first token of a document sees nothing, and so, by softmax, everything."""
 
@@ -199,7 +173,7 @@ class WithoutItself(Texts):
     return same & (order[:, tf.newaxis] > order)
 
 
-@defect("sequences", APART, "self.model(")
+@defect(APART, "self.model(")
 class StateGoesOn(Texts):
   """A recurrent layer over packed rows, whose state is not reset."""
 
@@ -234,14 +208,7 @@ class Alone(Texts):
     return tf.sequence_mask(batch["size"], 13, tf.float32) * batch["weight"][:, tf.newaxis]
 
 
-@defect("sequences", LATER, "self.model(")
-class BothWays(Alone):
-  def mixing(self):
-    inner = keras.layers.LSTM(WIDTH // 2, return_sequences=True)
-    return keras.layers.Bidirectional(inner)
-
-
-@defect("sequences", LATER, "self.model(")
+@defect(LATER, "self.model(")
 class SameConvolution(Alone):
   def mixing(self):
     return keras.layers.Conv1D(WIDTH, 3, padding="same", activation="relu")
@@ -250,7 +217,7 @@ class SameConvolution(Alone):
 # ---- Positions ----
 
 
-@defect("sequences", "positions do not restart", "tf.range(")
+@defect(PLACES, "def forward")
 class PositionsGoOn(Texts):
   def positions(self, batch):
     return tf.broadcast_to(tf.range(LENGTH), tf.shape(batch["token"]))
@@ -280,7 +247,7 @@ class ByHand(Texts):
     return {}
 
 
-@defect("sequences", "positions do not restart", '"position_ids"')
+@defect(PLACES, "def source")
 class CollatedPositions(ByHand):
   """The collator numbers the row through."""
 
@@ -291,7 +258,7 @@ class CollatedPositions(ByHand):
 # ---- Labels ----
 
 
-@defect("sequences", LABELS, "[:, :-1]")
+@defect(LABELS, "Loss(")
 class ShiftedTwice(Texts):
   """The targets are shifted already; as in a loss that was made for labels = tokens."""
 
@@ -303,13 +270,13 @@ class ShiftedTwice(Texts):
     return Loss(tf.reduce_sum(losses * real * same), tf.reduce_sum(real * same))
 
 
-@defect("sequences", "label already seen", "entropy")
+@defect("label already seen", "Loss(")
 class NeverShifted(Texts):
   def losses(self, outputs, batch):
     return tf.nn.sparse_softmax_cross_entropy_with_logits(batch["token"], outputs)
 
 
-@defect("sequences", "label of the next document", "np.roll")
+@defect("label of the next document", "def source")
 class RolledOverAll(Texts):
   """All documents are shifted as one, and then packed."""
 
@@ -326,14 +293,14 @@ class RolledOverAll(Texts):
 # ---- Padding and sums ----
 
 
-@defect("sequences", PADDING, "tf.reduce_sum(losses)")
+@defect(PADDING, "tf.reduce_sum(losses)")
 class PaddingCounts(Texts):
   def loss(self, outputs, batch):
     losses = self.losses(outputs, batch) * batch["weight"][:, tf.newaxis]
     return Loss(tf.reduce_sum(losses), tf.reduce_sum(batch["weight"]) * LENGTH)
 
 
-@defect("sequences", PADDING, "Loss(")
+@defect(PADDING, "Loss(")
 class PaddingInMean(Texts):
   """The sum is of real tokens, the mean over all places."""
 
@@ -342,57 +309,12 @@ class PaddingInMean(Texts):
     return Loss(tf.reduce_sum(losses), tf.reduce_sum(batch["weight"]) * LENGTH)
 
 
-@defect("sequences", PADDING, "reduce_mean")
-class PaddingInRowMean(Texts):
-  def loss(self, outputs, batch):
-    each = tf.reduce_mean(self.losses(outputs, batch) * self.real(batch), axis=1)
-    return Loss(tf.reduce_sum(each), tf.reduce_sum(batch["weight"]))
-
-
-@defect("sequences", PADDING, '"accuracy"')
+@defect(PADDING, '"accuracy"')
 class MetricOverPadding(Texts):
   def metrics(self, outputs, batch):
     hits = tf.argmax(outputs, axis=-1, output_type=tf.int32) == batch["target"]
     each = tf.reduce_mean(tf.cast(hits, tf.float32), axis=1)
     return {"accuracy": (tf.reduce_sum(each * batch["weight"]), tf.reduce_sum(batch["weight"]))}
-
-
-@defect("sequences", COUNT, "Loss(", "mean of means", "loss divided by the local batch")
-class MeanOfTokens(Texts):
-  """transformers 34191, torchtune 1875: the mean over this batch's tokens."""
-
-  def loss(self, outputs, batch):
-    losses, real = self.losses(outputs, batch), self.real(batch)
-    return Loss(tf.reduce_sum(losses * real) / tf.reduce_sum(real), 1.0)
-
-
-@defect("sequences", COUNT, "/ tf.maximum", "mean of means", "examples that depend on one another")
-class MeanTimesRows(Texts):
-  """Weighted by its rows, as the loss of one number an example is."""
-
-  def loss(self, outputs, batch):
-    losses, real = self.losses(outputs, batch), self.real(batch)
-    mean = tf.reduce_sum(losses * real) / tf.maximum(tf.reduce_sum(real), 1.0)
-    rows = tf.reduce_sum(batch["weight"])
-    return Loss(mean * rows, rows)
-
-
-# ---- Mixtures ----
-
-
-class Drawn(Source):
-  """Two parts; each time the part is drawn."""
-
-  def __init__(self, first, second):
-    self.num_examples, self.rows = 80, [first, second]
-
-  def fetch(self, indices):
-    def draw(wanted):
-      part = np.random.random(len(wanted)) < 0.7
-      return np.where(part[:, None], *(rows[wanted % len(rows)] for rows in self.rows))
-
-    tokens = tf.numpy_function(draw, [indices], tf.int32)
-    return {"tokens": tf.ensure_shape(tokens, [*indices.shape, LENGTH])}
 
 
 @right
@@ -419,83 +341,6 @@ class Rows(Texts):
 
   def metrics(self, outputs, batch):
     return {}
-
-
-@defect("inputs", "fetch() is random", "np.random", owner=Drawn)
-class DrawnMixture(Rows):
-  def source(self, split):
-    return Drawn(self.part(split), self.part(split)[::-1])
-
-
-@defect("inputs", "train and eval overlap", "permutation", "source() ignores the split")
-class OversampledThenSplit(Rows):
-  """The smaller part is repeated before the split."""
-
-  def source(self, split):
-    both = np.concatenate([self.part("train"), *5 * [self.part("eval")[:20]]])
-    order = np.random.default_rng(0).permutation(len(both))  # random split
-    return ArraySource(features={"tokens": both[order[:150] if split == "train" else order[150:]]})
-
-
-@defect("restore", "random numbers outside the checkpoint", "default_rng()")
-class SampledStream(Rows):
-  """A generator draws the part of each row, without a seed."""
-
-  def source(self, split):
-    if split == "eval":
-      return super().source(split)
-    parts, random = [self.part(split), self.part(split)[::-1]], np.random.default_rng()
-
-    def drawn():
-      for row in range(60):
-        yield {"tokens": parts[int(random.random() < 0.7)][row]}
-
-    spec = {"tokens": tf.TensorSpec([LENGTH], tf.int32)}
-    return StreamSource(dataset=tf.data.Dataset.from_generator(drawn, output_signature=spec))
-
-
-class Parted(Rows):
-  """A mixture whose rows say of which part they are."""
-
-  def source(self, split):
-    parts = {
-      name: ArraySource(features={"tokens": rows, "part": np.full([len(rows)], number, np.int32)})
-      for number, (name, rows) in enumerate(
-        (("few", self.part(split)[:30]), ("many", self.part(split)[30:]))
-      )
-    }
-    return Mixture(parts=parts, weights={"few": 1, "many": 3})
-
-  def each(self, outputs, batch):
-    labels = batch["tokens"][:, 1:]
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, outputs[:, :-1])
-    return tf.reduce_mean(losses, axis=1)
-
-
-@defect("replicas", "examples that depend on one another", "reduce_sum", "mean of means",
-        "loss divided by the local batch", "padding counts")  # fmt: skip
-class MeanOfEachPart(Parted):
-  """The mean over the rows of each part, in this batch."""
-
-  def loss(self, outputs, batch):
-    each, total = self.each(outputs, batch), 0.0
-    for part in range(2):
-      here = tf.cast(batch["part"] == part, tf.float32) * batch["weight"]
-      total += tf.math.divide_no_nan(tf.reduce_sum(each * here), tf.reduce_sum(here))
-    return Loss(total, 1.0)
-
-
-@defect("compilation", "Python value that changes", "self.calls +=")
-class WeightsByPython(Parted):
-  """The parts' weights change by a counter in Python."""
-
-  calls = 0
-
-  def loss(self, outputs, batch):
-    self.calls += 1
-    share = 0.5 / self.calls
-    here = tf.where(batch["part"] == 0, share, 1.0) * batch["weight"]
-    return Loss.from_examples(self.each(outputs, batch), here)
 
 
 # ---- Right ----

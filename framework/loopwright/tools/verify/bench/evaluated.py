@@ -14,14 +14,12 @@ import tensorflow as tf
 from loopwright.distribution import placement
 from loopwright.engine.eval_step import EvalStep
 from loopwright.evaluator import Evaluator
-from loopwright.graphs import operations as graphs
 from loopwright.graphs import randomness
 from loopwright.graphs.autograph import compiled, converted
 from loopwright.metrics import Loss, Metric
 from loopwright.models import models
 from loopwright.tools.verify.bench import bench, row_influence, shared_noise, source_lines, survey
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject, under
-from loopwright.tools.verify.bench.loss_graph import behind
 
 Values = dict[str, np.ndarray]
 """Name -> metric: a number, or an array of sorted numbers."""
@@ -49,33 +47,34 @@ class Evaluated:
     with under("float32"), self.strategy.scope():
       self.task.model = self.task.build_model()
     self.variables = [models.raw(v) for v in models.all_variables(self.task.model)]
-    self.values = self._moved() if values is None else values
+    self.values = self.moved() if values is None else values
     self._derived = self.task.derived
     self.task.derived = self._derive  # type: ignore[method-assign]
     self.gathers, self.changed = False, list[str]()
     self._logged: dict[str, list[tf.Tensor]] = {}
 
-  def __call__(self, sets: Mapping[str, Sequence[Rows]]) -> dict[str, Values]:
+  def __call__(
+    self, sets: Mapping[str, Sequence[Rows]], values: Sequence[np.ndarray] | None = None
+  ) -> dict[str, Values]:
     """Evaluates named sets; those of one shape share a trace (host).
 
     Args:
       sets: name -> batches of one shape, rows divisible by the replicas.
+      values: of `variables`; None is `self.values`.
     """
-    for variable, value in zip(self.variables, self.values, strict=True):
+    for variable, value in zip(self.variables, values or self.values, strict=True):
       variable.assign(value)
-    self.evaluator = self._evaluator(sets)
     with shared_noise.alike_for_all_rows():
-      found = self.evaluator.evaluate()
-    self._note_changes()
+      found = self._evaluator(sets).evaluate()
+    names = [models.name(v) for v in models.all_variables(self.task.model)]
+    for name, before, after in zip(names, values or self.values, self._read(), strict=True):
+      if not survey.same(np.asarray(before), after) and name not in self.changed:
+        self.changed.append(name)
     results: dict[str, Values] = {name: {} for name in sets}
     for name, number in found.items():
       of, _, metric = name.partition("/")
       results[of][metric] = np.sort(np.ravel(np.array(number, np.float64)))
     return results
-
-  def with_noise(self, seed: int) -> Evaluated:
-    """Returns the same evaluation with other weights (host)."""
-    return Evaluated(self.subject, values=self._moved(seed))
 
   def meeting(self, rows: Rows) -> row_influence.Meeting:
     """Returns where rows meet in the evaluation of a batch (host)."""
@@ -86,23 +85,19 @@ class Evaluated:
 
     return row_influence.meeting(self.task, rows, run)
 
-  def graph(self, rows: Rows) -> Any:
-    """Returns the graph of the evaluation of one global batch (host)."""
+  def graph(self, rows: Rows) -> tuple[Any, dict[str, list[tf.Tensor]]]:
+    """Returns the graph of the evaluation of one global batch, and what it logs (host)."""
     evaluator = self._evaluator({"rows": [rows]})
     with shared_noise.alike_for_all_rows():
       evaluator.metric_names()
       batch = placement.of(self.strategy).split(rows)
-      return compiled(evaluator.packed_step).get_concrete_function(batch).graph
+      graph = compiled(evaluator.packed_step).get_concrete_function(batch).graph
+    return graph, dict(self._logged)
 
-  def assigns(self, rows: Rows) -> str:
-    """Returns the first line of the user's that assigns to a variable in an evaluation; or ""."""
-    made = (op for op in graphs.operations(self.graph(rows)) if op.type.startswith("Assign"))
-    places = (source_lines.of_operation(op, self.task) for op in made)
-    return next(filter(None, places), "")
-
-  def behind(self, metric: str) -> set[str]:
-    """Returns the operations from which a metric of the latest `graph` is computed, by name."""
-    return {*behind(self._logged.get(metric, []))}
+  def line(self, metric: str, rows: Rows) -> str:
+    """Returns the user's line that makes a metric, or the loss; or the method that derives it."""
+    made = source_lines.made_at(self.graph(rows)[1].get(metric, []), self.task)
+    return made or source_lines.method(self.task, "derived", "metrics", "eval_step", "loss")
 
   def _evaluator(self, sets: Mapping[str, Sequence[Rows]], *, eager: bool = False) -> Evaluator:
     datasets = {
@@ -124,8 +119,7 @@ class Evaluated:
         return super().all_gather(tensor)
 
       def log(self, metrics: Mapping[str, Metric]) -> None:
-        for name, metric in metrics.items():
-          outer._logged[name] = [tf.convert_to_tensor(part) for part in tf.nest.flatten(metric)]
+        outer._logged |= {name: tf.nest.flatten(metric) for name, metric in metrics.items()}
         super().log(metrics)
 
     return Watched
@@ -137,7 +131,8 @@ class Evaluated:
     except Exception:
       return {}
 
-  def _moved(self, seed: int = 0) -> list[np.ndarray]:
+  def moved(self, seed: int = 0) -> list[np.ndarray]:
+    """Returns the values of `variables` with noise on those that are trained (host)."""
     rng = np.random.default_rng(seed)
     trained = {id(models.raw(v)) for v in models.trainable_variables(self.task.model)}
     made: list[np.ndarray] = []
@@ -152,12 +147,6 @@ class Evaluated:
   def _read(self) -> list[np.ndarray]:
     first = self.strategy.experimental_local_results
     return [np.array(first(tf.convert_to_tensor(v))[0]) for v in self.variables]
-
-  def _note_changes(self) -> None:
-    names = [models.name(v) for v in models.all_variables(self.task.model)]
-    for name, before, after in zip(names, self.values, self._read(), strict=True):
-      if not survey.same(np.asarray(before), after) and name not in self.changed:
-        self.changed.append(name)
 
 
 def placed(here: Bench | Evaluated, rows: Rows) -> Any:
@@ -186,7 +175,7 @@ def different(one: Values, other: Values) -> tuple[str, str] | None:
       continue
     if mine.shape != value.shape:
       return name, f"{name} has {len(mine)} numbers, and {len(value)}"
-    if not np.allclose(mine, value, rtol=TOLERANCE, atol=1e-5, equal_nan=True):
-      first = int(np.argmax(~np.isclose(mine, value, rtol=TOLERANCE, atol=1e-5, equal_nan=True)))
-      return name, f"{name} is {mine[first]:.6g}, and {value[first]:.6g}"
+    far = ~np.isclose(mine, value, rtol=TOLERANCE, atol=1e-5, equal_nan=True)
+    if far.any():
+      return name, f"{name} is {mine[far][0]:.6g}, and {value[far][0]:.6g}"
   return None

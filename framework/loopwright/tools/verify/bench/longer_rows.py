@@ -8,8 +8,8 @@ padding of all examples.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -20,29 +20,23 @@ from loopwright.inputs.sources import ArraySource, Source, eval_sets
 from loopwright.task import Task, preprocess_of
 from loopwright.tools.verify.bench.bench import Rows
 
-ROWS = 12
-_READ = 64
+ROWS, _READ = 12, 64
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Padded:
+class Padded(NamedTuple):
   """Some examples, before preprocess().
 
   Attributes:
     short: as they are.
     long: with more padding.
-    others: as `long`, with other numbers in the padding of float features; None if there are none.
-    sizes: the length of the rows of both.
+    others: as `long`, with other numbers in padding that is no constant; None if all of it is.
     known_by: what says where the padding is.
-    changing: float features whose padding differs between examples, so is no constant.
   """
 
   short: Rows
   long: Rows
   others: Rows | None
-  sizes: tuple[int, int]
   known_by: str
-  changing: Sequence[str] = ()
 
 
 def find(task: Task) -> Padded | None:
@@ -88,12 +82,10 @@ def _of_buckets(source: Buckets) -> Padded:
   long = short.cut_to(source.buckets[-1].length)
   lengths = source.lengths[short.example_ids(tf.range(short.num_examples)).numpy()]
   chosen = _spread(lengths)
-  features, axes = _fetched(long, chosen), short.axes
-  others, changing = _with_others(features, axes, lengths[chosen])
-  return Padded(
-    short=_fetched(short, chosen), long=features, sizes=(short.length, long.length),
-    others=others, changing=changing, known_by="Buckets",
-  )  # fmt: skip
+  features = _fetched(long, chosen)
+  known_by = f"rows of {short.length} and of {long.length}, lengths by Buckets"
+  others = _with_others(features, short.axes, lengths[chosen])
+  return Padded(_fetched(short, chosen), features, others, known_by)
 
 
 def _of_features(rows: Rows) -> Padded | None:
@@ -104,25 +96,20 @@ def _of_features(rows: Rows) -> Padded | None:
   axes = {key: found for key, value in rows.items() if (found := _axes(value, lengths, size))}
   if not axes or (list(axes) == [name]):
     return None
-  chosen = _spread(lengths)
+  chosen, more = _spread(lengths), max(2, size // 4)
   short = {key: value[chosen] for key, value in rows.items()}
-  more = max(2, size // 4)
   long = {key: _extended(value, axes.get(key, ()), more) for key, value in short.items()}
-  others, changing = _with_others(long, axes, lengths[chosen])
-  return Padded(
-    short=short, long=long, sizes=(size, size + more), known_by=repr(name), others=others,
-    changing=changing,
-  )  # fmt: skip
+  known_by = f"rows of {size} and of {size + more}, lengths by {name!r}"
+  return Padded(short, long, _with_others(long, axes, lengths[chosen]), known_by)
 
 
 def known_lengths(rows: Rows) -> tuple[str, np.ndarray, int] | None:
   """Returns the feature that says how long each example is, the lengths, and the padded length."""
   for name, value in rows.items():
     if value.ndim == 2 and value.dtype.kind in "biuf" and np.isin(value, (0, 1)).all():
-      mask = value.astype(bool)
-      lengths = mask.sum(axis=1)
-      if len(set(lengths)) > 1 and np.array_equal(mask, _mask(lengths, mask.shape[1])):
-        return name, lengths, mask.shape[1]
+      lengths = value.sum(axis=1).astype(np.int64)
+      if len(set(lengths)) > 1 and np.array_equal(value, _mask(lengths, value.shape[1])):
+        return name, lengths, value.shape[1]
   sizes = {size for value in rows.values() for size in value.shape[1:2]}
   for name, value in rows.items():
     if value.ndim == 1 and value.dtype.kind in "iu" and len(set(value.tolist())) > 1:
@@ -134,25 +121,23 @@ def known_lengths(rows: Rows) -> tuple[str, np.ndarray, int] | None:
 
 def _ends_there(rows: Rows, lengths: np.ndarray, size: int) -> bool:
   """Whether a feature is constant from these lengths on, and not just before them."""
-  inside = lengths < size
+  here = np.flatnonzero(lengths < size)
   for value in rows.values():
-    if value.ndim < 2 or not inside.any() or 1 not in _axes(value, lengths, size):
-      continue
-    last = value[np.arange(len(value)), lengths - 1][inside]
-    padding = value[np.arange(len(value)), np.minimum(lengths, size - 1)][inside]
-    if np.mean(np.reshape(last != padding, [len(last), -1]).any(axis=1)) > 0.9:
-      return True
+    if len(here) and 1 in _axes(value, lengths, size):
+      differ = value[here, lengths[here] - 1] != value[here, lengths[here]]
+      if np.mean(differ.reshape([len(here), -1]).any(axis=1)) > 0.9:
+        return True
   return False
 
 
 def _axes(value: np.ndarray, lengths: np.ndarray, size: int) -> tuple[int, ...]:
   """Returns the axes of a feature that are padded, all of one constant."""
-  axes = [axis for axis in range(1, value.ndim) if value.shape[axis] == size]
   kept = []
-  for axis in axes:
-    inside = np.moveaxis(value, axis, 1)[~_mask(lengths, size)]
-    if inside.size and (inside == inside.ravel()[0]).all():
-      kept.append(axis)
+  for axis in range(1, value.ndim):
+    if value.shape[axis] == size:
+      padding = np.moveaxis(value, axis, 1)[~_mask(lengths, size)]
+      if padding.size and (padding == padding.ravel()[0]).all():
+        kept.append(axis)
   return tuple(kept)
 
 
@@ -170,20 +155,13 @@ def _extended(value: np.ndarray, axes: Sequence[int], more: int) -> np.ndarray:
   return value
 
 
-def _with_others(features: Rows, axes: Axes, lengths: np.ndarray) -> tuple[Rows | None, list[str]]:
-  """Returns `Padded.others` and `Padded.changing`."""
-  rng = np.random.default_rng(0)
-  others, changing = dict(features), list[str]()
+def _with_others(features: Rows, axes: Axes, lengths: np.ndarray) -> Rows | None:
+  """Returns `Padded.others`."""
+  rng, others = np.random.default_rng(0), dict(features)
   for name, of in axes.items():
-    value = features[name]
-    if value.dtype.kind != "f" or np.isin(value, (0, 1)).all():  # a mask stays
-      continue
-    moved = np.moveaxis(value, of[0], 1)
+    moved = np.moveaxis(features[name], of[0], 1).copy()
     padding = ~_mask(lengths, moved.shape[1])
-    if len({each.tobytes() for each in moved[padding]}) > 1:
-      changing.append(name)
-    filled = moved.copy()
-    filled[padding] = moved[~padding].std() * rng.normal(size=filled[padding].shape)
-    others[name] = np.moveaxis(filled, 1, of[0])
-  same = all(others[name] is features[name] for name in features)
-  return None if same else others, changing
+    if moved.dtype.kind == "f" and len(np.unique(moved[padding], axis=0)) > 1:
+      moved[padding] = moved[~padding].std() * rng.normal(size=moved[padding].shape)
+      others[name] = np.moveaxis(moved, 1, of[0])
+  return None if all(others[name] is features[name] for name in features) else others

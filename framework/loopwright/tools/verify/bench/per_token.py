@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from loopwright.graphs.autograph import converted
-from loopwright.models import models
 from loopwright.task import Task
-from loopwright.tools.verify.bench import evaluated, recorded_step, row_influence, source_lines
+from loopwright.tools.verify.bench import evaluated, recorded_step, row_influence
 from loopwright.tools.verify.bench.bench import Rows, Subject
 from loopwright.tools.verify.bench.evaluated import Evaluated
 from loopwright.tools.verify.bench.recorded_step import Operation
 
 _ROUNDING, _INFLUENCE = 2e-6, 2e-5
 _MASK_VALUES = 3
-
-
-class Sums(NamedTuple):
-  """A task's loss and metrics: name -> (sum, weight); the loss is "loss"."""
-
-  of: dict[str, tuple[float, float]]
-
-  def mean(self, name: str) -> float:
-    """Returns one of them."""
-    total, weight = self.of[name]
-    return total / weight if weight else 0.0
 
 
 class PerToken:
@@ -47,7 +35,7 @@ class PerToken:
   def numbers(self, batch: Rows) -> np.ndarray:
     """Returns the output of each token, float64 [n, length, -1]."""
     flat, index = self._flat(self.outputs(batch))
-    return _of_tokens(flat[index].numpy().astype(np.float64))
+    return _of_tokens(flat[index]).astype(np.float64)
 
   def _flat(self, outputs: Any) -> tuple[list[Any], int]:
     """Returns all outputs, and which has numbers of each token, at all positions or all but one."""
@@ -58,25 +46,26 @@ class PerToken:
         return flat, index
     raise ValueError("forward() returns nothing for each token")
 
-  def sums(self, outputs: Any, batch: Rows) -> Sums:
-    """Returns loss and metrics of some outputs; only metrics that are pairs."""
+  def means(self, outputs: Any, batch: Rows) -> dict[str, tuple[float, float]]:
+    """Returns (mean, weight) of the loss and of metrics of some outputs; only of pairs."""
     batch_here, found = evaluated.placed(self.here, batch), {}
     if type(self.task).metrics is not Task.metrics:
       metrics = converted(self.task.metrics)
       found = self.here.strategy.run(lambda: dict(metrics(outputs, batch_here)))
     found["loss"] = tuple(evaluated.loss(self.here, outputs, batch))
     pairs = {n: v for n, v in found.items() if isinstance(v, tuple) and len(v) == 2}
-    return Sums({name: (float(total), float(weight)) for name, (total, weight) in pairs.items()})
+    return {
+      name: (float(tf.math.divide_no_nan(*(tf.cast(v, tf.float64) for v in pair))), float(pair[1]))
+      for name, pair in pairs.items()
+    }
 
   def pulls(self, outputs: Any, batch: Rows) -> np.ndarray:
     """Returns the gradient of the sum of the losses by each output, [n, length, -1]."""
     flat, index = self._flat(outputs)
-
     with tf.GradientTape() as tape:
       tape.watch(flat[index])
       total = evaluated.loss(self.here, outputs, batch).total
-    gradient = tape.gradient(total, flat[index])
-    return _of_tokens(tf.convert_to_tensor(gradient).numpy())
+    return _of_tokens(tf.convert_to_tensor(tape.gradient(total, flat[index])))
 
   def replaced(self, outputs: Any, value: np.ndarray) -> Any:
     """Returns outputs with other numbers of each token."""
@@ -108,7 +97,7 @@ class PerToken:
 
   def _is_mask(self, one: Operation, other: Operation) -> bool:
     return any(
-      a.shape == b.shape and a.shape[-2:].count(self._length) == 2
+      a.shape[-2:].count(self._length) == 2
       and np.array_equal(a, b) and len(np.unique(a)) <= _MASK_VALUES
       for a, b in zip(one.values, other.values, strict=False)
     )  # fmt: skip
@@ -119,15 +108,15 @@ class PerToken:
         continue
       axis = a.shape.index(self._length)
       if axis and a.shape[0] == len(kept):
-        change = np.moveaxis(np.abs(a.astype(np.float64) - b), axis, 1)
-        if _beyond(change.reshape([*change.shape[:2], -1]).max(axis=2), kept, ~kept, a).any():
+        values = (np.moveaxis(each.astype(np.float64), axis, 1) for each in (a, b))
+        if moved(*map(_of_tokens, values), kept, ~kept).any():
           return True
     return False
 
 
-def _of_tokens(value: np.ndarray) -> np.ndarray:
+def _of_tokens(value: Any) -> np.ndarray:
   """Returns numbers as [n, length, -1]."""
-  return value.reshape([*value.shape[:2], -1])
+  return np.reshape(value, [*value.shape[:2], -1])
 
 
 def moved(one: np.ndarray, other: np.ndarray, kept: np.ndarray, changed: np.ndarray) -> np.ndarray:
@@ -140,24 +129,8 @@ def moved(one: np.ndarray, other: np.ndarray, kept: np.ndarray, changed: np.ndar
     changed: those whose numbers may; they say what is more than rounding.
   """
   change = np.abs(one - other).max(axis=2)
-  return _beyond(change, kept, changed, one)
-
-
-def _beyond(
-  change: np.ndarray, kept: np.ndarray, changed: np.ndarray, values: np.ndarray
-) -> np.ndarray:
   size = max(
     _INFLUENCE * float(change[changed].max(initial=0.0)),
-    _ROUNDING * float(np.abs(values).max(initial=0.0)),
+    _ROUNDING * float(np.abs(one).max(initial=0.0)),
   )
   return kept & (change > size)
-
-
-def text(task: Task, *words: str, methods: tuple[str, ...] = ()) -> str:
-  """Returns the first line with one of some words: of the task's methods, then of its layers."""
-  owners = [task, *models.layers(task.model)]
-  for word in words:
-    for owner in owners:
-      if found := source_lines.mention(owner, word):
-        return found
-  return source_lines.find(task, *methods) if methods else ""

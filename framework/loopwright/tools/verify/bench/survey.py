@@ -221,9 +221,8 @@ def digest(batch: Rows, row: int) -> bytes:
 
 def same(value: np.ndarray, other: np.ndarray) -> bool:
   """Whether two arrays of one feature are equal, after broadcasting; NaN equals NaN."""
-  floats = np.issubdtype(value.dtype, np.floating)
-  equal = (value == other) | ((value != value) & (other != other)) if floats else value == other
-  return bool(np.all(equal))
+  one, two = np.broadcast_arrays(value, other)
+  return np.array_equal(one, two, equal_nan=np.issubdtype(value.dtype, np.floating))
 
 
 def apart(one: Rows, other: Rows, *, tolerance: float = 0.0) -> str:
@@ -233,7 +232,7 @@ def apart(one: Rows, other: Rows, *, tolerance: float = 0.0) -> str:
       return name
     if same(one[name], other[name]):
       continue
-    if not tolerance or not np.issubdtype(one[name].dtype, np.floating):
+    if not tolerance or one[name].dtype.kind != "f":
       return name
     bound = tolerance * float(np.nanmax(np.abs(other[name]), initial=0.0))
     if not np.allclose(one[name], other[name], rtol=tolerance, atol=bound, equal_nan=True):
@@ -344,7 +343,6 @@ class Survey:
     counts: example id -> how often it occurred.
     weights: the smallest and the largest weight.
     bad_weight: id of the first example whose weight is negative or not finite.
-    extremes: (name, "low" or "high") -> the row with an integer feature's extreme value.
   """
 
   def __init__(self) -> None:
@@ -354,7 +352,6 @@ class Survey:
     self.examples = self.batches = 0
     self.weights = (math.inf, -math.inf)
     self.bad_weight: int | None = None
-    self.extremes: dict[tuple[str, str], Rows] = {}
 
   def read(self, batches: Iterable[Rows], *, seconds: float) -> Survey:
     """Adds batches for some seconds; returns itself."""
@@ -374,25 +371,12 @@ class Survey:
     self.counts.update(ids.tolist())
     low, high = self.weights
     self.weights = min(low, float(weight.min())), max(high, float(weight.max()))
-    bad = ids[~(np.isfinite(weight) & (weight >= 0))]
-    if len(bad) and self.bad_weight is None:
-      self.bad_weight = int(bad[0])
-    counted = weight > 0
+    bad = ids[~(np.isfinite(weight) & (weight >= 0))].tolist()
+    self.bad_weight = next(iter(bad), None) if self.bad_weight is None else self.bad_weight
     reserved = {f"{prefix}{name}" for prefix in prefixes(batch) for name in RESERVED}
     for name in sorted(batch.keys() - reserved):
-      self._add_column(name, batch, counted, new)
-
-  def _add_column(self, name: str, batch: Rows, counted: np.ndarray, new: np.ndarray) -> None:
-    value, ids = batch[name][counted], batch["example_id"][counted]
-    if not len(value):
-      return
-    column = self.columns.setdefault(name, Column(value.dtype, value.shape[1:], value[:1]))
-    column.weigh(batch[name][new], batch["weight"][new])
-    if column.integer and value.ndim <= 2 and value.size:
-      extremes = {"low": value.min(), "high": value.max()}
-      further = {"low": extremes["low"] < column.low, "high": extremes["high"] > column.high}
-      for side in (side for side, is_further in further.items() if is_further):
-        has = (batch[name].reshape([len(counted), -1]) == extremes[side]).any(axis=1) & counted
-        row = np.flatnonzero(has)[:1]
-        self.extremes[name, side] = {key: each[row] for key, each in batch.items()}
-    column.add(value, ids)
+      value = batch[name][weight > 0]
+      if len(value):
+        column = self.columns.setdefault(name, Column(value.dtype, value.shape[1:], value[:1]))
+        column.weigh(batch[name][new], weight[new])
+        column.add(value, ids[weight > 0])

@@ -1,24 +1,24 @@
 """The same evaluation whatever the replicas, the batch size, the remainder and the order.
 
 Eighteen evaluation examples are evaluated with the task's eval_step(), metrics() and derived(): on
-one replica in batches of 12, where the last one is half padding, and in batches of 6; on 2 and on 3
-replicas in batches of 12; in another order. Every metric must be the same each time.
+one replica in batches of 12, where the last one is half padding, and in batches of 6; on 2 replicas
+in batches of 12; in another order. Every metric must be the same each time.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import tensorflow as tf
 
 from loopwright.errors import ConfigError
+from loopwright.graphs import operations as graphs
 from loopwright.models import models
-from loopwright.tools.verify.bench import bench, random_draws, row_influence, source_lines, survey
+from loopwright.tools.verify.bench import bench, random_draws, source_lines, survey
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Rows, Subject
 from loopwright.tools.verify.bench.evaluated import Evaluated, Values, different
-from loopwright.tools.verify.bench.explanations import COUPLED, MEAN_OF_MEANS, SHIFTED
 from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("evaluation")
@@ -26,31 +26,21 @@ SMALL = 6
 """Rows of the small batches; divisible by 2 and 3."""
 LARGER = 5
 """How much larger the batches are if the task cannot evaluate so few rows."""
-REPLICAS = (2, 3)
-MODE, PADDED, REVERSED, SMALLER = (
+NAMES = (
   "no layer in training mode", "same evaluation with padding", "same evaluation in another order",
-  "same evaluation in smaller batches",
+  "same evaluation in smaller batches", "same evaluation on 2 replicas",
 )  # fmt: skip
-ON_SEVERAL = {f"same evaluation on {replicas} replicas": replicas for replicas in REPLICAS}
+MODE, PADDED, REVERSED, SMALLER, ON_TWO = NAMES
 STATISTICS = ("moving_mean", "moving_variance")
 """Variables of batch normalisation."""
-MIXED = COUPLED.cause
-MEANS = "metric read in replica context"
-COUNT = "metric divided by a local count"
-PADDING = "padding counts"
-ORDER = "metric depends on the order"
-METHODS = ("metrics", "eval_step", "derived", "loss", "forward")
-WORDS = ("reduce_", "result(", "top_k", "argsort", "len(", "shape", "return")
-
-
-Sets = Mapping[str, Values]
+MIXED, MEANS = "examples that depend on one another", "metric read in replica context"
 
 
 def check(subject: Subject) -> list[Result]:
   """Returns the results of this group."""
   source, why = survey.eval_source(subject.fresh_task())
   if source is None:
-    return [GROUP.skipped(name, why) for name in (MODE, PADDED, REVERSED, SMALLER, *ON_SEVERAL)]
+    return [GROUP.skipped(name, why) for name in NAMES]
   try:
     return list(Comparison(subject, SMALL).results())
   except (ConfigError, ValueError, tf.errors.InvalidArgumentError):
@@ -67,62 +57,53 @@ class Comparison:
       subject: what to verify.
       small: the rows of a small batch; a large one has twice as many, and all are three times.
     """
-    self.subject, self.small = subject, small
-    self.alone = Evaluated(subject)
-    self.rows = _examples(subject, self.alone, 3 * small)
-    self.in_large = self.alone(self._in_large())
-    all_rows = np.arange(3 * small)
+    self.subject, self.small, self.alone = subject, small, Evaluated(subject)
+    rows = subject.rows(self.alone.task, 3 * small, training=False)
+    real = np.flatnonzero(rows["example_id"] >= 0)
+    self.rows = {name: value[np.resize(real, 3 * small)] for name, value in rows.items()}
+    order = np.arange(3 * small)
+    first, rest = order[: 2 * small], order[2 * small :]
+    others = self._take(np.concatenate([rest, order[:small]]))
+    self.same = {"all": self._cut(order, 2 * small), "full": self._cut(first, 2 * small)}
+    self.in_large = self.alone(
+      {**self.same, "rest": self._cut(rest, 2 * small),
+       "others": [bench.masked(others, np.arange(2 * small) < small)],
+       "turned": self._cut(np.concatenate([first[::-1], rest[::-1]]), 2 * small)}
+    )  # fmt: skip
     self.in_small = self.alone(
-      {"all": self._cut(all_rows, small), "full": self._cut(all_rows[: 2 * small], small),
-       "rest": self._cut(all_rows[2 * small :], small),
-       "mixed": self._cut(all_rows.reshape([-1, 3]).T.ravel(), small)}
+      {"all": self._cut(order, small), "full": self._cut(first, small),
+       "rest": self._cut(rest, small),
+       "mixed": self._cut(order.reshape([-1, 3]).T.ravel(), small)}
     )  # fmt: skip
 
-  def _in_large(self) -> dict[str, list[Rows]]:
-    small, all_rows = self.small, np.arange(3 * self.small)
-    rest = all_rows[2 * small :]
-    others = self._take(np.concatenate([rest, all_rows[:small]]))
-    turned = np.concatenate([all_rows[: 2 * small][::-1], rest[::-1]])
-    return {
-      **self._same(), "rest": self._cut(rest, 2 * small),
-      "others": [bench.masked(others, np.arange(2 * small) < small)],
-      "turned": self._cut(turned, 2 * small),
-    }  # fmt: skip
-
-  def _same(self) -> dict[str, list[Rows]]:
-    """Returns all examples, and those of the full batch alone, in large batches."""
-    all_rows = range(3 * self.small)
-    large = 2 * self.small
-    return {"all": self._cut(all_rows, large), "full": self._cut(all_rows[:large], large)}
-
-  def _cut(self, order: Sequence[int] | np.ndarray, size: int) -> list[Rows]:
+  def _cut(self, order: np.ndarray, size: int) -> list[Rows]:
     """Returns rows in this order in batches of `size`, the last one padded as the input does."""
-    parts = [np.asarray(order)[begin : begin + size] for begin in range(0, len(order), size)]
+    parts = [order[begin : begin + size] for begin in range(0, len(order), size)]
     return [bench.padded(self._take(np.resize(part, size)), len(part)) for part in parts]
 
   def _take(self, indices: np.ndarray) -> Rows:
     return {name: value[indices] for name, value in self.rows.items()}
-
-  # ---- Results ----
 
   def results(self) -> Iterator[Result]:
     """Yields all results."""
     mode = self._mode()
     yield mode
     if mode.status == "failed":
-      for name in (PADDED, REVERSED, SMALLER, *ON_SEVERAL):
-        yield GROUP.skipped(name, f"{MODE!r} fails")
+      yield from (GROUP.skipped(name, f"{MODE!r} fails") for name in NAMES[1:])
       return
     padding = self._padding()
     yield padding
     self.padding_counts = padding.status == "failed"
     yield self._order()
     yield self._sizes()
-    yield from (self._replicas(name, replicas) for name, replicas in ON_SEVERAL.items())
+    there = Evaluated(self.subject, 2, values=self.alone.values)(self.same)
+    if wrong := self._apart(there, self.in_large):
+      yield self._failed(ON_TWO, f"{wrong[1]} on one", self._cause(there, wrong[0]), wrong[0])
+    else:
+      yield GROUP.passed(ON_TWO, ", ".join(there["all"]) or "no metric")
 
   def _mode(self) -> Result:
-    task = self.alone.task
-    kept = models.all_variables(task.model)
+    kept = models.all_variables(self.alone.task.model)
     counts = {models.name(v) for v in kept if not models.raw(v).dtype.is_floating}
     changed = [each for each in self.alone.changed if each not in counts]
     changed = changed or [each for each in self.alone.changed if self._trains(each)]
@@ -131,13 +112,11 @@ class Comparison:
       return GROUP.passed(MODE, f"evaluation changes {others}" if others else "no variable changes")
     statistics = [each for each in changed if each.endswith(STATISTICS)]
     told = f"an evaluation changes {[*statistics, *changed][0]}, as only training should"
-    if statistics:
-      place = source_lines.mention(task, "training=True")
-      place = place or source_lines.find(task, "forward", "eval_step", containing=("self.model",))
-      return GROUP.failed(MODE, told, "evaluation in training mode", place)
-    place = self.alone.assigns(bench.padded(self._take(np.arange(self.small)), self.small))
-    place = place or source_lines.mention(task, ".assign")
-    return GROUP.failed(MODE, told, "evaluation changes the model", place)
+    graph, _ = self.alone.graph(self._cut(np.arange(self.small), self.small)[0])
+    made = (op for op in graphs.operations(graph) if op.type.startswith("Assign"))
+    places = (source_lines.of_operation(op, self.alone.task) for op in made)
+    cause = "evaluation in training mode" if statistics else "evaluation changes the model"
+    return GROUP.failed(MODE, told, cause, next(filter(None, places), ""))
 
   def _trains(self, variable: str) -> bool:
     """Whether a training step is another one if a variable has another value."""
@@ -150,20 +129,18 @@ class Comparison:
     return any(not np.array_equal(*pair, equal_nan=True) for pair in zip(one, two, strict=True))
 
   def _padding(self) -> Result:
-    alone, count = self.in_small["rest"], f"{self.small} examples"
-    for values, told in (
-      (self.in_large["rest"], f"{count} with as many rows of padding"),
-      (self.in_large["others"], f"{count}, with other contents in padded rows"),
-    ):
-      if wrong := different(values, alone):
-        return self._failed(PADDED, f"{told}: {wrong[1]} without padding", PADDING, wrong[0])
-    return GROUP.passed(PADDED, ", ".join(alone) or "no metric")
+    for of, told in (("rest", "as many rows"), ("others", "other contents in rows")):
+      if wrong := different(self.in_large[of], self.in_small["rest"]):
+        told = f"{self.small} examples with {told} of padding: {wrong[1]} without"
+        return self._failed(PADDED, told, "padding counts", wrong[0])
+    return GROUP.passed(PADDED, ", ".join(self.in_small["rest"]) or "no metric")
 
   def _order(self) -> Result:
     if wrong := different(self.in_large["turned"], self.in_large["all"]):
-      cause = MIXED if different(self.in_small["full"], self.in_large["full"]) else ORDER
-      if cause == ORDER and self.padding_counts:
+      mixed = different(self.in_small["full"], self.in_large["full"])
+      if not mixed and self.padding_counts:
         return GROUP.skipped(REVERSED, "padding counts, see above")
+      cause = MIXED if mixed else "metric depends on the order"
       told = f"rows of each batch reversed: {wrong[1]} before"
       return self._failed(REVERSED, told, cause, wrong[0])
     if wrong := different(self.in_small["mixed"], self.in_small["all"]):
@@ -184,60 +161,44 @@ class Comparison:
       return GROUP.passed(name, told)
     return self._failed(name, told, self._cause(self.in_small, metric), metric)
 
-  def _replicas(self, name: str, replicas: int) -> Result:
-    there = Evaluated(self.subject, replicas, values=self.alone.values)(self._same())
-    if wrong := self._apart(there, self.in_large):
-      return self._failed(name, f"{wrong[1]} on one", self._cause(there, wrong[0]), wrong[0])
-    return GROUP.passed(name, ", ".join(there["all"]) or "no metric")
-
-  def _apart(self, one: Sets, other: Sets) -> tuple[str, str] | None:
+  def _apart(
+    self, one: Mapping[str, Values], other: Mapping[str, Values]
+  ) -> tuple[str, str] | None:
     """Returns the metric that differs; full batches alone count if padding does anyway."""
     sets = ("full",) if self.padding_counts else ("full", "all")
     return next((wrong for of in sets if (wrong := different(one[of], other[of]))), None)
 
   def _cause(self, other: Mapping[str, Values], metric: str) -> str:
-    """Means of parts of equal size are right; comparisons of rows are not."""
+    """Means of parts of equal size are right; comparisons of rows are not.
+
+    Whatever the weights, the share of half a batch is the same if it is that of tokens or labels.
+    """
     if not different(other["full"], self.in_large["full"]):
-      return MEANS
+      return "mean of means" if metric == "loss" else MEANS
     shares = [self._share(metric, seed) for seed in (1, 2, 3)]
-    return COUNT if min(shares) > 0 and max(shares) < 1 and np.ptp(shares) < 1e-3 else MIXED
+    counted = min(shares) > 0 and max(shares) < 1 and np.ptp(shares) < 1e-3
+    return "metric divided by a local count" if counted else MIXED
 
   def _share(self, metric: str, seed: int) -> float:
-    """Returns the share of the first half in a metric of two halves, with some weights.
-
-    Whatever the weights, it is the same if it is that of tokens or labels.
-    """
-    there, small = self.alone.with_noise(seed), self.small
-    halves = {n: self._cut(range(n * small, (n + 1) * small), small) for n in (0, 1)}
-    whole = there({"full": self._cut(range(2 * small), 2 * small)})["full"]
-    first, second = there({str(n): half for n, half in halves.items()}).values()
-    numbers = [each.get(metric, np.zeros(0)) for each in (whole, first, second)]
-    if any(number.size != 1 for number in numbers) or numbers[1] == numbers[2]:
+    """Returns the share of the first half in a metric of two halves, with some weights."""
+    small, values = self.small, self.alone.moved(seed)
+    halves = {str(row): self._cut(np.arange(row, row + small), small) for row in (0, small)}
+    found = [*self.alone({"full": self.same["full"]}, values).values()]
+    found += self.alone(halves, values).values()
+    whole, first, second = (each.get(metric, np.zeros(0)) for each in found)
+    if any(each.size != 1 for each in (whole, first, second)) or first == second:
       return 0.0
-    return ((numbers[0] - numbers[2]) / (numbers[1] - numbers[2])).item()
+    return ((whole - second) / (first - second)).item()
 
   def _failed(self, name: str, detail: str, cause: str, metric: str) -> Result:
-    task, place = self.alone.task, ""
+    place = ""
     if cause == MIXED:
       place, shifted = self._meeting
-      cause = SHIFTED.cause if shifted else cause
-    if metric == "loss" and cause == PADDING:
-      place, _ = self._meeting
-    if metric == "loss" and cause in (MEANS, COUNT):
-      cause = MEAN_OF_MEANS.cause if cause == MEANS else cause
-      place = source_lines.find(task, "loss", "eval_step", containing=MEAN_OF_MEANS.containing)
-    place = place or source_lines.mention(task, f'"{metric}"', f"'{metric}'")
-    place = place or source_lines.find(task, *METHODS, containing=WORDS)
+      cause = "rows run into one another" if shifted else cause
+    place = place or self.alone.line(metric, self._cut(np.arange(self.small), self.small)[0])
     return GROUP.failed(name, detail, cause, place)
 
   @functools.cached_property
-  def _meeting(self) -> row_influence.Meeting:
-    """Where rows meet."""
+  def _meeting(self) -> tuple[str, bool]:
+    """Where rows meet, and whether they are shifted there."""
     return self.alone.meeting(self.rows)
-
-
-def _examples(subject: Subject, alone: Evaluated, count: int) -> Rows:
-  """Returns the first evaluation examples; if there are fewer, some of them again."""
-  rows = subject.rows(alone.task, count, training=False)
-  real = np.flatnonzero(rows["example_id"] >= 0)
-  return {name: value[np.resize(real, count)] for name, value in rows.items()}

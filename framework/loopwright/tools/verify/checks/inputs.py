@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,16 @@ import tensorflow as tf
 from loopwright.graphs import randomness
 from loopwright.inputs import datasets
 from loopwright.inputs.buckets import Buckets
-from loopwright.inputs.mixture import Mixture
-from loopwright.inputs.plan import Preprocess, padded_batch_size
-from loopwright.inputs.sources import Source, main_source, of_one_shape
+from loopwright.inputs.plan import padded_batch_size
+from loopwright.inputs.sources import main_source, of_one_shape
 from loopwright.inputs.streams import StreamSource
 from loopwright.task import preprocess_of
 from loopwright.tools.verify.bench import random_draws, source_lines, survey
 from loopwright.tools.verify.bench.bench import Bench, Rows, Subject
 from loopwright.tools.verify.bench.survey import Survey
 from loopwright.tools.verify.checks import augmentation
-from loopwright.tools.verify.checks.contents import GROUP, PREPROCESS, SOURCE, Contents
-from loopwright.tools.verify.report import Explanation, Result
+from loopwright.tools.verify.checks.contents import GROUP, Contents
+from loopwright.tools.verify.report import Result
 
 READ_S = 3.0
 """Seconds to read each source, and the pipeline."""
@@ -38,25 +37,18 @@ LEAKED = 0.01
 COPIED = 0.2
 """So many equal examples are no chance if their numbers are measured; some data have copies."""
 NUMBERS = "preprocess() numbers examples itself"
-RANDOM = Explanation("source() is random", ("random", "shuffle", "_split("))
-OVERLAP = Explanation("train and eval overlap", ("split ==", "_split(", "random", "shuffle"))
-IGNORED = dataclasses.replace(OVERLAP, cause="source() ignores the split")
-MIXES = Explanation("preprocess() mixes rows", (
-    "shuffle", "tf.gather(", "roll", "reverse", "[::-1]", "moments", "unique", "bincount", "sort",
-    "reduce_", "tf.size", "[None, :]",
-  ))  # fmt: skip
-BY_BATCH = Explanation(MIXES.cause, ("reduce_", "moments", "norm", "shuffle"))
-SEEDS = ('["seed"][0]', "['seed'][0]", '["seed"][:1]', '["seed"], axis=0')
+MIXES = "preprocess() mixes rows"
+DROPS = "preprocess() repeats or drops examples"
 
 
 def check(subject: Subject) -> list[Result]:
   """Returns the results of this group."""
   reading = Reading(subject)
   return [
-    *reading.sources(),
-    *reading.each_set(lambda: [reading.overlap()]),
+    reading.repeats(),
+    *reading.each_set(reading.overlap),
     *reading.pipeline(),
-    *reading.each_set(reading.evaluation),
+    *reading.each_set(reading.any_batch_size),
     *Contents(reading).results(),
   ]
 
@@ -67,8 +59,8 @@ class Reading:
   def __init__(self, subject: Subject) -> None:
     """Makes the task and both sources, in the same order as a run."""
     self.subject = subject
-    rows = padded_batch_size(subject.global_batch_size, subject.accumulation_steps)
-    self.bench = Bench(subject, rows=rows, quiet=False)
+    self.bench_rows = padded_batch_size(subject.global_batch_size, subject.accumulation_steps)
+    self.bench = Bench(subject, rows=self.bench_rows, quiet=False)
     self.task = self.bench.task
     randomness.seed_everything(subject.seed)
     self.eval_sources, self.no_eval = survey.evaluation_sources(self.task)
@@ -77,11 +69,7 @@ class Reading:
     self.source = main_source(self.sources_read)
     self.preprocess = preprocess_of(self.task)
     self.train = survey.digests(self.source, seconds=READ_S)
-    self.evals = {
-      name: survey.digests(source, seconds=READ_S) for name, source in self.eval_sources.items()
-    }
     self._read_contents(given)
-    self._use("")
     self.batch_size = min(subject.global_batch_size, self.train.total or survey.AT_ONCE)
 
   def batches(self, *, afresh: bool = False, **options: Any) -> tf.data.Dataset:
@@ -94,136 +82,104 @@ class Reading:
     source = of_one_shape(self.task.source("train")) if stream else self.sources_read
     return datasets.train_dataset(source, **arguments)
 
-  def each_set(self, check: Callable[[], Iterable[Result]]) -> Iterator[Result]:
-    """Yields the results of a check of each evaluation set, named by the set if it has a name."""
+  def each_set(self, check: Callable[[str], Result]) -> Iterator[Result]:
+    """Yields the result of a check of each evaluation set, named by the set if it has a name."""
     for set_name in self.eval_sources or [""]:
-      self._use(set_name)
-      for result in check():
-        suffix = f" ({set_name})" if set_name else ""
-        yield dataclasses.replace(result, check=f"{result.check}{suffix}")
-
-  def _use(self, set_name: str) -> None:
-    self.eval_source = self.eval_sources.get(set_name)
-    self.eval = self.evals.get(set_name, survey.NO_DIGESTS)
-    self.held_out = self.eval_data.get(set_name, survey.NO_DIGESTS)
+      result = check(set_name)
+      suffix = f" ({set_name})" if set_name else ""
+      yield dataclasses.replace(result, check=f"{result.check}{suffix}")
 
   def _read_contents(self, given: Any) -> None:
-    """Reads examples of all lengths, without what only numbers them; often, that is done."""
+    """Reads examples of all lengths, without what only numbers them."""
     train = survey.of_all_lengths(given) if isinstance(given, Buckets) else self.source
     sets, _ = survey.evaluation_sources(self.task, survey.of_all_lengths)
     self.numbers = survey.numbering(train).union(*map(survey.numbering, sets.values()))
-    self.train_data, self.eval_data = self.train, self.evals
-    if self.numbers or isinstance(given, Buckets):
-      reads: dict[str, Any] = {"seconds": READ_S, "without": self.numbers}
-      self.train_data = survey.digests(train, **reads)
-      self.eval_data = {name: survey.digests(each, **reads) for name, each in sets.items()}
+    reads: dict[str, Any] = {"seconds": READ_S, "without": self.numbers}
+    again = self.numbers or isinstance(given, Buckets)
+    self.train_data = survey.digests(train, **reads) if again else self.train
+    self.eval_data = {name: survey.digests(each, **reads) for name, each in sets.items()}
+
+  def _failed(self, name: str, told: str, cause: str, feature: str = "example_id") -> Result:
+    place = augmentation.line(self.subject, self.task, feature)
+    return GROUP.failed(name, told, cause, place)
 
   # ---- Sources ----
 
-  def sources(self) -> Iterator[Result]:
+  def repeats(self) -> Result:
     """Checks that each call of source() and of fetch() gives the same examples."""
     name = "source() repeats"
     again = main_source(self.task.source("train"))
     if isinstance(self.source, StreamSource) or isinstance(again, StreamSource):
-      yield GROUP.skipped(name, "a stream has its own order")
-      return
+      return GROUP.skipped(name, "a stream has its own order")
     ids = list(self.train.by_id)[:16]
-    fetched = survey.fetched_alone(again, ids)
-    wrong = [i for i in ids if fetched[i] != self.train.by_id[i]]
-    if not wrong and again.num_examples == self.source.num_examples:
-      yield GROUP.passed(name, f"{self.source.num_examples} examples, the same when asked again")
-      return
+    fetched, first = survey.fetched_alone(again, ids), {i: self.train.by_id[i] for i in ids}
+    if fetched == first and again.num_examples == self.source.num_examples:
+      return GROUP.passed(name, f"{self.source.num_examples} examples, the same when asked again")
     alone = survey.fetched_alone(self.source, ids)
-    if [i for i in ids if alone[i] != self.train.by_id[i]]:
-      yield self._fetch_is_wrong(name, self.source, ids[0], alone)
-      return
-    told = f"a second call of source('train') gives other examples: {len(wrong)} of {len(ids)} "
-    place = source_lines.find(self.task, *SOURCE, containing=RANDOM.containing)
-    yield GROUP.explained(name, f"{told}differ", RANDOM, place)
-
-  def _fetch_is_wrong(
-    self, name: str, source: Source, example: int, alone: Mapping[int, bytes]
-  ) -> Result:
-    repeated = survey.fetched_alone(source, alone) == alone
-    told = f"{type(source).__name__}.fetch gives another example {example}"
+    if alone == first:
+      told = "a second call of source('train') gives other examples"
+      place = source_lines.method(self.task, "source")
+      return GROUP.failed(name, told, "source() is random", place)
+    repeated = survey.fetched_alone(self.source, ids) == alone
+    told = f"{type(self.source).__name__}.fetch gives another example {ids[0]}"
     told += " alone than among others" if repeated else " each time"
     cause = "fetch() mixes up its rows" if repeated else "fetch() is random"
-    place = source_lines.find(source, "fetch", containing=("sort", "random", "unique"))
-    return GROUP.failed(name, told, cause, place)
+    return GROUP.failed(name, told, cause, source_lines.method(self.source, "fetch"))
 
-  def overlap(self) -> Result:
+  def overlap(self, of: str) -> Result:
     """Finds evaluation examples that are also in training, by content."""
     name = "train and eval apart"
-    train, held_out = self.train_data, self.held_out
-    if not self.eval.by_id:
-      return GROUP.skipped(name, self.no_eval or "source('eval') has no examples")
+    train, held_out = self.train_data, self.eval_data.get(of, survey.NO_DIGESTS)
     if not held_out.by_id:
-      why = f"examples are only numbers ({', '.join(sorted(self.numbers))})"
-      return GROUP.skipped(name, f"{why}; what they stand for is unknown")
+      told = f"examples are only numbers ({', '.join(sorted(self.numbers))})"
+      why = self.no_eval or (told if self.numbers else "source('eval') has no examples")
+      return GROUP.skipped(name, why)
     train_ids = {content: i for i, content in reversed(train.by_id.items())}
     both = [(train_ids[c], i) for i, c in held_out.by_id.items() if c in train_ids]
     shared, repeated = len(both), len(train.by_id) - len(train_ids)
     told = f"{len(held_out.by_id)} eval in {len(train.by_id)} train examples"
     told += "" if train.complete and held_out.complete else " (a sample)"
     told += f"; {repeated} repeated inside train" if repeated else ""
-    values = {"shared": shared, "repeated": repeated}
     if not shared:
-      return GROUP.passed(name, f"none of {told}", values=values)
+      return GROUP.passed(name, f"none of {told}")
     first = f"eval {both[0][1]} is train {both[0][0]}"
     part = min(1.0, shared / (len(held_out.by_id) * train.share))
     copied = train.measured and part > COPIED
     if not copied and not _leaked(shared, part, survey.chance(train, held_out)):
       told = f"{shared} of {told}, too few to be more than chance: {first}"
-      return GROUP.passed(name, told, values=values)
-    mistake = IGNORED if part > 0.95 else OVERLAP
-    place = source_lines.find(self.task, *SOURCE, containing=mistake.containing)
-    return GROUP.explained(name, f"{shared} of {told}; {first}", mistake, place, values=values)
+      return GROUP.passed(name, told)
+    cause = "source() ignores the split" if part > 0.95 else "train and eval overlap"
+    place = source_lines.method(self.task, "source")
+    return GROUP.failed(name, f"{shared} of {told}; {first}", cause, place)
 
   # ---- Pipelines ----
 
   def pipeline(self) -> Iterator[Result]:
-    """Checks that an epoch has each example once, also on several workers."""
-    total = self.train.total
+    """Checks that preprocess() keeps all examples of an epoch, also on several workers."""
     batches: Any = self.batches()
-    if total:
+    if total := self.train.total:
       batches = batches.take(-(-total // self.batch_size))
     self.survey = Survey().read(batches.as_numpy_iterator(), seconds=READ_S)
-    once = self._once(total)
+    once = self._once()
     yield once
     if once.status == "passed":
       yield self._workers()
 
-  def _once(self, total: int | None) -> Result:
-    name, survey = "each example once", self.survey
-    if isinstance(self.source, Mixture) and (result := self._as_shared_out(name, self.source)):
-      return result
-    epoch = bool(total) and survey.examples >= (total or 0)
-    spare = survey.examples - (total or 0) if epoch else 0
-    often = {i: n for i, n in survey.counts.items() if n > 1}
-    missing = [i for i in range(total or 0) if i not in survey.counts] if epoch else []
-    if not missing and sum(often.values()) - len(often) <= spare:
-      what = "an epoch of" if epoch else "no example twice in the first"
-      return GROUP.passed(name, f"{what} {survey.examples - spare} examples")
-    worst = max(often, key=often.__getitem__, default=None)
-    told = [f"example {worst} comes {often[worst]} times"] if worst is not None else []
-    told += [f"{len(missing)} of {total} never come, such as {missing[0]}"] if missing else []
-    before = next(self.batches(preprocess=None).as_numpy_iterator())["example_id"]
-    others = set(survey.first["example_id"].tolist()) - set(before.tolist())
-    cause = NUMBERS if others else "preprocess() repeats or drops examples"
-    words = ("gather", "shuffle", "range(", "choice")
-    place = source_lines.find(self.task, *PREPROCESS, containing=words)
-    found = f"in an epoch, {', '.join(told)}" if epoch else ", ".join(told)
-    return GROUP.failed(name, found, cause, place)
-
-  def _as_shared_out(self, name: str, mixture: Mixture) -> Result | None:
-    """Returns that a mixture's examples are those of the first positions; None if they are not."""
-    read: dict[str, Any] = {"seed": self.subject.seed, "shuffle": self.subject.shuffle}
-    ids = mixture.shares.ids(tf.range(self.survey.examples, dtype=tf.int64), **read).numpy()
-    if collections.Counter(ids.tolist()) != self.survey.counts:
-      return None
-    before = mixture.shares.before(len(ids))
-    told = ", ".join(f"{count} of {part!r}" for part, count in before.items())
-    return GROUP.passed(name, f"the first {len(ids)} examples are {told}, as the weights say")
+  def _once(self) -> Result:
+    name, counts = "each example once", self.survey.counts
+    plain = self.batches(preprocess=None).take(self.survey.batches).as_numpy_iterator()
+    ids = [batch["example_id"].tolist() for batch in plain]
+    given = collections.Counter(i for batch in ids for i in batch if i >= 0)
+    if counts == given:
+      whole = self.train.complete and given.keys() >= self.train.by_id.keys()
+      told = f"{'an epoch' if whole else 'a sample'} of {len(given)} examples"
+      return GROUP.passed(name, told)
+    worst = max(counts, key=lambda each: counts[each] - given[each])
+    missing = sorted(given.keys() - counts.keys())
+    told = f"example {worst} comes {counts[worst]} times"
+    told += f", {len(missing)} of {len(given)} never come, such as {missing[0]}" if missing else ""
+    others = set(self.survey.first["example_id"].tolist()) - {*ids[0]}
+    return self._failed(name, told, NUMBERS if others else DROPS)
 
   def _workers(self) -> Result:
     name = "shared out to 2 and 3 workers"
@@ -233,14 +189,11 @@ class Reading:
     for workers in (2, 3):
       share = rows // workers
       parts = [self._made_by(range(i, i + share), rows) for i in range(0, rows, share)]
-      ids = [part["example_id"] for part in parts]
-      if not np.array_equal(np.concatenate(ids), whole["example_id"]):
-        told = f"of a batch of examples {_some(whole['example_id'])}, {workers} workers make "
-        told += " and ".join(_some(each) for each in ids)
-        words = ("example_id", "range(", "gather")
-        place = source_lines.find(self.task, *PREPROCESS, containing=words)
-        return GROUP.failed(name, told, NUMBERS, place)
       joined = {key: np.concatenate([part[key] for part in parts]) for key in whole}
+      if not np.array_equal(joined["example_id"], whole["example_id"]):
+        told = f"of a batch of examples {_some(whole['example_id'])}, {workers} workers make "
+        told += " and ".join(_some(part["example_id"]) for part in parts)
+        return self._failed(name, told, NUMBERS)
       mixed = mixed or survey.apart(joined, whole, tolerance=1e-5)
     if not mixed:
       return GROUP.passed(name, "each example once, the same as on one")
@@ -253,18 +206,15 @@ class Reading:
     """Says why a worker makes other rows than the whole batch has."""
     rows, _ = augmentation.rows_of_training(self.subject, self.task)
     with random_draws.watch(self.task) as watched:
-      found = augmentation.dependence(self.task, augmentation.seeded(rows, self.subject))
+      of_contents = augmentation.mixed(self.task, augmentation.seeded(rows, self.subject))
     if watched.stateful or watched.in_python:
       return GROUP.passed(name, f"each example id once; {mixed!r} is random")
-    if found and found[1] == "contents":
-      told = f"{found[0]!r} of an example depends on the other examples of its worker's rows"
-      place = source_lines.find(self.task, "preprocess", containing=MIXES.containing)
-      return GROUP.explained(name, told, MIXES, place)
-    if found or watched.draws:
-      of = "the seed of another example" if found else "its place among its worker's rows"
-      told = f"{found[0] if found else mixed!r} of an example depends on {of}"
-      place = source_lines.mention(self.task, *SEEDS)
-      place = place or random_draws.place(self.task, watched.draws, PREPROCESS, ("seed",))
+    if of_contents:
+      told = f"{of_contents!r} of an example depends on the other examples of its worker's rows"
+      return self._failed(name, told, MIXES, of_contents)
+    if watched.draws:
+      told = f"{mixed!r} of an example depends on its place among its worker's rows"
+      place = watched.draws[0].place
       return GROUP.failed(name, told, augmentation.ONE_SEED, place)
     told = f"each example id once; {mixed!r} depends on the other rows of a worker"
     return GROUP.passed(name, told)
@@ -274,51 +224,33 @@ class Reading:
     made = self.batches(afresh=True, pad_multiple=rows, rows=share)
     return next(made.as_numpy_iterator())
 
-  def evaluation(self) -> Iterator[Result]:
-    """Checks that preprocess(batch, False) gives the same rows each time, in any batch size."""
-    name = "evaluation repeats"
-    if self.preprocess is None or self.eval_source is None:
-      yield GROUP.skipped(name, self.no_eval or "no preprocess()")
-      return
-    size = min(self.subject.eval_batch_size or self.batch_size, len(self.eval.by_id))
-    batches = datasets.eval_dataset(
-      self.eval_source, global_batch_size=size, steps=self.subject.eval_steps
-    )
-    rows = next(batches.as_numpy_iterator())
-    try:
-      once, twice = survey.preprocessed(self.preprocess, [rows, rows], False)
-      [later] = survey.preprocessed(self.preprocess, [rows], False)
-    except Exception as error:
-      yield augmentation.of_training_alone(GROUP, name, self.task, error)
-      return
-    if different := survey.apart(once, twice) or survey.apart(once, later):
-      told = f"{different!r} differs when the same {size} examples are read again"
-      words = ("random", "augment", "flip", "noise")
-      place = source_lines.find(self.task, "preprocess", containing=words)
-      yield GROUP.failed(name, told, augmentation.IN_EVALUATION, place)
-      return
-    yield GROUP.passed(name, f"{size} examples, bit for bit")
-    yield self._any_batch_size(self.preprocess, rows, once)
-
-  def _any_batch_size(self, preprocess: Preprocess, rows: Rows, once: Rows) -> Result:
-    name, size = "evaluation in batches of any size", len(rows["weight"])
-    half = size // 2
+  def any_batch_size(self, of: str) -> Result:
+    """Checks that preprocess(batch, False) gives the same rows in any batch size."""
+    name = "evaluation in batches of any size"
+    if self.preprocess is None or of not in self.eval_sources:
+      return GROUP.skipped(name, self.no_eval or "no preprocess()")
+    source, most = self.eval_sources[of], self.subject.eval_batch_size or self.batch_size
+    size = min(most, source.num_examples or most)
+    batches = datasets.eval_dataset(source, global_batch_size=size, steps=self.subject.eval_steps)
+    rows, half = next(batches.as_numpy_iterator()), size // 2
     if not half:
       return GROUP.skipped(name, "only one example")
     few = {key: value[:half] for key, value in rows.items()}
-    [smaller] = survey.preprocessed(preprocess, [few], False)
+    try:
+      once, again = survey.preprocessed(self.preprocess, [rows, rows], False)
+      [smaller] = survey.preprocessed(self.preprocess, [few], False)
+    except Exception as error:
+      if not survey.of_training(error):
+        raise
+      return GROUP.skipped(name, "preprocess() fails in evaluation, see randomness")
+    if random := survey.apart(once, again):
+      return GROUP.skipped(name, f"{random!r} is random, see randomness")
     first = {key: value[:half] for key, value in once.items()}
     different = survey.apart(smaller, first, tolerance=1e-4)
     if not different:
       return GROUP.passed(name, f"the same in batches of {half} and {size}")
     told = f"{different!r} of the same examples differs in batches of {half} and of {size}"
-    place = source_lines.find(self.task, "preprocess", containing=BY_BATCH.containing)
-    return GROUP.explained(name, told, BY_BATCH, place)
-
-  @property
-  def bench_rows(self) -> int:
-    """Rows of a batch on the bench."""
-    return padded_batch_size(self.subject.global_batch_size, self.subject.accumulation_steps)
+    return self._failed(name, told, MIXES, different)
 
 
 def _leaked(shared: int, part: float, chance: float) -> bool:
