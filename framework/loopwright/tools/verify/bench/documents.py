@@ -1,9 +1,8 @@
 """Sequences of a task's source, the documents in their rows, and the same rows with one changed.
 
-Documents are known by a feature [n, length] of whole numbers: one whose name has "segment" or "doc"
-and that is 1, 1, 1, 2, 2, ... with 0 or -1 in padding, as `Packed` makes it; or one whose name has
-"pos" and that counts from 0 in each. Otherwise a row is one document, without what a mask or a
-length calls padding.
+Documents are known by a feature [n, length] of whole numbers whose name has "segment" or "doc" and
+that is 1, 1, 1, 2, 2, ... with 0 or -1 in padding, as `Packed` makes it. Otherwise a row is one
+document, without what a mask or a length calls padding.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Sequences:
     for name, value in self.rows.items():
       if value.shape[1:2] == (self.length,) and (self.restarts or name != self.counted):
         made[name] = value[np.arange(len(value))[:, np.newaxis], places]
-    if self.known_by and self.known_by != self.counted:  # numbers that ascend, as before
+    if self.known_by:  # numbers that ascend, as before
       number, value = np.take_along_axis(self.number, places, axis=1), self.rows[self.known_by]
       rank = np.cumsum(np.diff(number, axis=1, prepend=0) != 0, axis=1)
       first = (self.number[:, np.newaxis] == rank[:, :, np.newaxis]).argmax(axis=2)
@@ -145,19 +144,12 @@ def _whole(rows: Rows) -> Rows:
 def _documents(whole: Rows) -> tuple[str, np.ndarray]:
   """Returns the feature that says where documents are, and `Sequences.number`; "" if none does."""
   for name, value in whole.items():
-    steps = np.diff(value, axis=1)
     if any(word in name.lower() for word in ("segment", "doc")):
+      steps = np.diff(value, axis=1)
       padded = np.minimum.accumulate((value <= 0)[:, ::-1], axis=1)[:, ::-1]
       if (value[~padded] > 0).all() and (steps[~padded[:, 1:]] >= 0).all():
         number = np.cumsum(np.pad(steps > 0, [(0, 0), (1, 0)], constant_values=True), axis=1)
         return name, np.where(padded, 0, number)
-  for name, value in whole.items():
-    begins = np.pad(np.diff(value, axis=1) != 1, [(0, 0), (1, 0)], constant_values=True)
-    if "pos" in name.lower() and (value[begins] == 0).all():
-      ones = np.minimum.accumulate((value == 0)[:, ::-1], axis=1)[:, ::-1]
-      padded = ones & np.roll(ones, 1, axis=1)  # a document of one token before padding is kept
-      padded[:, 0] = False
-      return name, np.where(padded, 0, np.cumsum(begins, axis=1))
   return "", np.zeros([0, 0], np.int64)
 
 

@@ -96,8 +96,10 @@ class Evaluated:
 
   def line(self, metric: str, rows: Rows) -> str:
     """Returns the user's line that makes a metric, or the loss; or the method that derives it."""
-    made = source_lines.made_at(self.graph(rows)[1].get(metric, []), self.task)
-    return made or source_lines.method(self.task, "derived", "metrics", "eval_step", "loss")
+    logged = self.graph(rows)[1]
+    methods = ("metrics", "eval_step", "loss") if metric in logged else ("derived",)
+    made = source_lines.made_at(logged.get(metric, []), self.task)
+    return made or source_lines.method(self.task, *methods)
 
   def _evaluator(self, sets: Mapping[str, Sequence[Rows]], *, eager: bool = False) -> Evaluator:
     datasets = {

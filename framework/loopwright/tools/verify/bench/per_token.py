@@ -108,8 +108,8 @@ class PerToken:
         continue
       axis = a.shape.index(self._length)
       if axis and a.shape[0] == len(kept):
-        values = (np.moveaxis(each.astype(np.float64), axis, 1) for each in (a, b))
-        if moved(*map(_of_tokens, values), kept, ~kept).any():
+        before, after = (_of_tokens(np.moveaxis(v.astype(np.float64), axis, 1)) for v in (a, b))
+        if moved(before, after, kept, ~kept).any():
           return True
     return False
 

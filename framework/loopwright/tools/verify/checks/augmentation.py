@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -85,7 +85,7 @@ def _training(subject: Subject, task: Task) -> Iterator[Result]:
     yield _of_each(subject, task, first, drawn) if drawn else GROUP.skipped(EXAMPLES, why)
 
 
-def _of_each(subject: Subject, task: Task, rows: Rows, drawn: Sequence[Draw]) -> Result:
+def _of_each(subject: Subject, task: Task, rows: Rows, drawn: list[Draw]) -> Result:
   """Checks that equal examples of a batch come out different, if those of other batches do."""
   equal = _alike(rows)
   batches = [seeded(equal, subject, position=1000 * each, step=each) for each in range(BATCHES)]
@@ -131,7 +131,7 @@ def _evaluation(subject: Subject, task: Task) -> Result:
 
 
 def _place(
-  subject: Subject, task: Task, drawn: Sequence[Draw], feature: str, *, training: bool = True
+  subject: Subject, task: Task, drawn: list[Draw], feature: str, *, training: bool = True
 ) -> str:
   return drawn[0].place if drawn else line(subject, task, feature, training=training)
 

@@ -221,7 +221,7 @@ class Labels:
     except Exception as error:
       self.unknown = f"forward() cannot be called alone: {type(error).__name__}"
       return
-    shape = getattr(self.outputs, "shape", ())
+    shape: Any = getattr(self.outputs, "shape", ())
     if len(shape) < 2 or not self.outputs.dtype.is_floating:
       self.unknown = "forward() returns no float tensor [n, classes]"
       return

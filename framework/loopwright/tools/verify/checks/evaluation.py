@@ -14,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.errors import ConfigError
-from loopwright.graphs import operations as graphs
 from loopwright.models import models
 from loopwright.tools.verify.bench import bench, random_draws, source_lines, survey
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Rows, Subject
@@ -103,20 +102,20 @@ class Comparison:
       yield GROUP.passed(ON_TWO, ", ".join(there["all"]) or "no metric")
 
   def _mode(self) -> Result:
-    kept = models.all_variables(self.alone.task.model)
-    counts = {models.name(v) for v in kept if not models.raw(v).dtype.is_floating}
+    task = self.alone.task
+    kept = {models.name(v): models.raw(v) for v in models.all_variables(task.model)}
+    counts = {name for name, variable in kept.items() if not variable.dtype.is_floating}
     changed = [each for each in self.alone.changed if each not in counts]
     changed = changed or [each for each in self.alone.changed if self._trains(each)]
     if not changed:  # seeds, counts of calls
       others = ", ".join(self.alone.changed)
       return GROUP.passed(MODE, f"evaluation changes {others}" if others else "no variable changes")
     statistics = [each for each in changed if each.endswith(STATISTICS)]
-    told = f"an evaluation changes {[*statistics, *changed][0]}, as only training should"
+    name = [*statistics, *changed][0]
+    told = f"an evaluation changes {name}, as only training should"
     graph, _ = self.alone.graph(self._cut(np.arange(self.small), self.small)[0])
-    made = (op for op in graphs.operations(graph) if op.type.startswith("Assign"))
-    places = (source_lines.of_operation(op, self.alone.task) for op in made)
     cause = "evaluation in training mode" if statistics else "evaluation changes the model"
-    return GROUP.failed(MODE, told, cause, next(filter(None, places), ""))
+    return GROUP.failed(MODE, told, cause, source_lines.assigned_at(graph, kept[name], task))
 
   def _trains(self, variable: str) -> bool:
     """Whether a training step is another one if a variable has another value."""
