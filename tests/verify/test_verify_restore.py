@@ -3,7 +3,7 @@
 import pytest
 import sound
 from defects import restore as defects
-from defects.small import accused, explained, place
+from defects.small import accused, explained
 
 from loopwright.tools.verify.checks import restore
 

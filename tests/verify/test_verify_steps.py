@@ -11,7 +11,6 @@ from loopwright.tools.verify import consequences
 from loopwright.tools.verify.bench.comparison import Comparison
 from loopwright.tools.verify.checks import (
   gradients,
-  order,
   own_optimizer,
   precision,
   replicas,
@@ -41,7 +40,6 @@ def test_a_network_that_no_optimizer_updates_is_named():
   ("task", "words"),
   [
     (steps.Positions, "positions(tf.range"),
-    (steps.OfTheTask, "self.scale.build"),
     (steps.MadeByForward, "self.scale(batch"),
   ],
 )
@@ -95,52 +93,24 @@ def test_a_step_may_log_one_of_its_two_optimizers():
   assert {each.status for each in results} == {"passed"}
 
 
-# ---- Averages
-
-FOLLOWS = "what assignments follow"
-
-
-def test_an_average_of_weights_before_their_update_is_noted():
-  results = order.check(subject_of(steps.Averaged))
-  assert accused(results) == []
-  told = found(results, FOLLOWS).detail
-  assert place(steps.Averaged, "step.assign(slow") in told
-  assert "follows fast/" in told
-  assert "before the update" in told
-
-
-def test_an_average_of_weights_after_their_update_is_noted():
-  told = found(order.check(subject_of(steps.AveragedAfter)), FOLLOWS).detail
-  assert told == "2 variables, none follows weights that the step updates afterwards"
-
-
 # ---- Rates
 
 
-EPOCHS = own_optimizer.LOCAL_EPOCHS.cause
-
-
-def later(task, **options):
-  """The results of several steps with the own optimizer, without the search for what differs."""
-  chosen = subject(task, **options)
+@pytest.mark.parametrize(
+  ("task", "optimizer", "words"),
+  [
+    (small.Small, steps.sgd_by_local_epochs, (steps, "num_replicas_in_sync")),
+    (steps.LocalEpochs, None, (steps.LocalEpochs, "def train_step")),
+  ],
+)
+def test_epochs_of_one_replica_are_named(task, optimizer, words):
+  """An epoch is of 333 steps on one replica and of 666 on two, ten are 330 and 660: at 512."""
+  chosen = subject(task, optimizer=optimizer)
   compared = Comparison(chosen, rows=chosen.divisible_rows)
-  return list(own_optimizer.same_with_options(compared, alike=True))
-
-
-def test_a_rate_by_epochs_of_one_replica_is_named():
-  """400 // 12 steps on one replica, 400 // 6 on two: ten epochs end at step 330, and at 660."""
-  [failed] = failures(later(small.Small, optimizer=steps.sgd_by_local_epochs))
-  assert (failed.check, failed.cause) == (own_optimizer.LATER, EPOCHS)
-  assert failed.place == place(steps, "num_replicas_in_sync").replace("defects.steps.", "")
-  first = next(n for n in own_optimizer.RATE_NUMBERS if n > 330)
-  told = f"at step {first} the learning rate of 'default' is 0.001 on one replica and 0.01 on 2"
-  assert failed.detail == told
-
-
-def test_a_loss_by_epochs_of_one_replica_is_named():
-  """An epoch is 4000 // 12 = 333 steps on one replica and 666 on two: at 512 they differ."""
-  causes, words = {own_optimizer.LATER: EPOCHS}, 'batch["x"].shape[0]'
-  explained(later(steps.LocalEpochs), steps.LocalEpochs, causes, "at step 512 on 2", words)
+  [failed] = failures(own_optimizer.same_with_options(compared, alike=True))
+  assert (failed.check, failed.cause) == (own_optimizer.LATER, own_optimizer.LOCAL_EPOCHS)
+  assert "at step 512 on 2" in failed.detail
+  assert failed.place == place(*words).replace("defects.steps.", "")
 
 
 # ---- Rows that depend on one another

@@ -31,13 +31,6 @@ class StatefulNoise(Right):
     return self.model(x, training=training)
 
 
-@defect(OWN_STATE, "again gives another update (RandomUniform)", "tf.nn.dropout")
-class StatefulDropout(Right):
-  def forward(self, batch, training):
-    x = tf.nn.dropout(batch["x"], 0.5) if training else batch["x"]
-    return self.model(x, training=training)
-
-
 @defect(OWN_STATE, "(RngReadAndSkip)", "self.generator.normal")
 class OwnGenerator(Right):
   def build_model(self):
@@ -58,7 +51,7 @@ class NoiseOfNumPy(Right):
     return self.model(x, training=training)
 
 
-@defect(FROZEN, "in Python while the step was traced", "random.random()")
+@defect(FROZEN, "in Python while the step was traced", "sign * batch")
 class CoinOfPython(Right):
   def train_step(self, step, batch):
     sign = 1.0 if random.random() < 0.5 else -1.0
@@ -206,15 +199,6 @@ class FixedAugmentation(Right):
     return batch
 
 
-@defect(
-  FIXED_EPOCHS | EVALUATED, "drawn in all batches (StatelessRandomNormalV2)", "stateless_normal"
-)
-class FixedEverywhere(Right):
-  def preprocess(self, batch, training):
-    noise = tf.random.stateless_normal(batch["x"].shape, seed=(1, 2))
-    return {**batch, "x": batch["x"] + noise}
-
-
 @defect(ONE_SEED, EQUAL, "stateless_uniform")
 class OneBrightness(Right):
   def preprocess(self, batch, training):
@@ -236,7 +220,7 @@ class BrightnessOfTheStep(Right):
 @defect(
   {"random numbers mix no rows": "examples that depend on one another"},
   "rows of weight 0 change the step (StatelessRandomUniformV2)",
-  "tf.gather(",
+  "stateless_uniform",
 )
 class MixesOwnRows(Right):
   """Mixup: with equal noise for all rows, the order is the identity."""

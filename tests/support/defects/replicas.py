@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from defects.small import Small, Written, planted
-from loopwright.metrics import Loss, Sum
+from loopwright.metrics import Loss
 
 DEFECTS, defect = planted()
 """Of a task: the check that fails, the only cause, the method whose line is named."""
@@ -25,13 +25,6 @@ class MeanOfMeans(Small):
 class WithoutWeights(Small):
   def loss(self, outputs, batch):
     return Loss.from_examples(self.errors(outputs, batch))
-
-
-@defect(PADDING, "padding counts", "loss")
-class MeanOverRows(Small):
-  def loss(self, outputs, batch):
-    mean = tf.reduce_mean(self.errors(outputs, batch) * batch["weight"])
-    return Loss(mean, tf.constant(1.0))
 
 
 @defect(ON_THREE, "loss divided by the local batch", "training_loss")
@@ -95,13 +88,13 @@ class ClippedFirst(Written):
     return super().reduced(step, gradients, local)
 
 
-@defect(ON_TWO, "batch-norm statistics", "hidden")
+@defect(ON_TWO, "batch-norm statistics", "Small.build_model")
 class LocalBatchNorm(Small):
   def hidden(self):
     return [keras.layers.Dense(4), keras.layers.BatchNormalization()]
 
 
-@defect(ON_TWO, "examples that depend on one another", "")
+@defect(ON_TWO, "examples that depend on one another", "errors")
 class LocalNegatives(Small):
   """Compares each example with those of its own replica alone."""
 
@@ -125,15 +118,7 @@ class MetricWithoutWeights(Small):
     return {"mae": (tf.reduce_sum(tf.abs(outputs - batch["y"])), 1.0 * len(batch["y"]))}
 
 
-@defect(PADDING, "padding counts", "metrics")
-class SumWithoutWeights(Small):
-  def metrics(self, outputs, batch):
-    return {
-      "signs": Sum(tf.stack([tf.reduce_sum(tf.cast(outputs > 0, tf.int32)), len(batch["y"])]))
-    }
-
-
-@defect(OVERFLOW, OWN_CHECK, WRITTEN)
+@defect(OVERFLOW, OWN_CHECK, "reduced")
 class LooksAtOwnGradients(Written):
   """Skips where its own gradients overflow, which the others do not know."""
 
@@ -144,7 +129,7 @@ class LooksAtOwnGradients(Written):
     return super().reduced(step, gradients, local)
 
 
-@defect(OVERFLOW, OWN_CHECK, "train_step")
+@defect(OVERFLOW, OWN_CHECK, "LooksAtOwnGradients.reduced")
 class LooksAtOwnShare(LooksAtOwnGradients):
   """The same in each of two updates, of which the other has nothing to skip."""
 
@@ -160,7 +145,7 @@ class NoiseWithState(Small):
     return self.model(x, training=training)[:, 0]
 
 
-@defect(PADDING, "padding counts", "")
+@defect(PADDING, "padding counts", "train_step")
 class MeanOverMicroBatches(Small):
   """Averages the micro-batches' means, which weighs a micro-batch of padding like a full one."""
 

@@ -52,18 +52,6 @@ class Positions(Small):
     return keras.Model(inputs, keras.layers.Dense(1)(hidden))
 
 
-class OfTheTask(Small):
-  """A layer that the task holds beside its model."""
-
-  def build_model(self):
-    self.scale = keras.layers.Dense(FEATURES)
-    self.scale.build([None, FEATURES])
-    return super().build_model()
-
-  def forward(self, batch, training):
-    return super().forward({**batch, "x": self.scale(batch["x"])}, training)
-
-
 class PartOfLarger(Small):
   """Right: a part of a larger model, whose other layers are not used."""
 
@@ -271,39 +259,6 @@ class Detached(Bootstrapped):
   def errors(self, outputs, batch):
     target = batch["y"] + 0.5 * tf.stop_gradient(self.model(1.0 - batch["x"])[:, 0])
     return tf.square(outputs - target)
-
-
-class Averaged(Small):
-  """A slow copy of the network, which follows the weights as they are before the update."""
-
-  early = True
-
-  def build_model(self):
-    slow = network("slow", trainable=False)
-    return {"fast": network("fast"), "slow": slow}
-
-  def variables_of(self, optimizer):
-    return self.model["fast"].trainable_variables
-
-  def forward(self, batch, training):
-    return self.model["fast"](batch["x"])[:, 0]
-
-  def follow(self, step):
-    for slow, fast in zip(self.model["slow"].weights, self.model["fast"].weights, strict=True):
-      step.assign(slow, 0.9 * slow + 0.1 * fast)
-
-  def train_step(self, step, batch):
-    if self.early:
-      self.follow(step)
-    step.update(lambda part: self.training_loss(step, part), batch)
-    if not self.early:
-      self.follow(step)
-
-
-class AveragedAfter(Averaged):
-  """Right: after the update."""
-
-  early = False
 
 
 # ---- Right

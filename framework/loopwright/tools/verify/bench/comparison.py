@@ -5,6 +5,7 @@ The reference of the groups "replicas" and "mesh". The update of gradient descen
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,7 @@ from loopwright.tools.verify.bench import explanations as known
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Outcome, Rows, Subject
 from loopwright.tools.verify.bench.explanations import FITS, Part, fits, weighted_mean
 from loopwright.tools.verify.bench.layer_calls import normalisations
-from loopwright.tools.verify.bench.loss_graph import division
-from loopwright.tools.verify.report import Explanation
+from loopwright.tools.verify.bench.loss_graph import behind
 
 LEAST = 5e-5
 """A smaller relative difference is always rounding."""
@@ -34,14 +34,15 @@ NEGLIGIBLE = 1e-5
 """State that differs by a smaller part of the largest update follows a gradient of rounding."""
 AFTER_STEPS = 2e-2
 """Tolerance after several steps, relative to the change: Adam at first amplifies roundings."""
-METHODS = ("train_step", "loss", "training_loss", "forward", "build_model")
+LOSS = ("loss", "training_loss", "train_step")
+"""Methods that make the loss, if its line is not known."""
 
 
 class Comparison:
   """The step on one replica, and comparisons of others with it.
 
   Attributes:
-    blamed: the mistake that padding has shown, if any.
+    blamed: the cause and the place that padding has shown, if any.
   """
 
   def __init__(self, subject: Subject, *, rows: int) -> None:
@@ -67,7 +68,7 @@ class Comparison:
     differences = [self.difference(backwards[name], self.reference[name]) for name in self.cases]
     rounding = max(difference.worst for difference in differences)
     self.tolerance = min(MOST, max(LEAST, 20 * rounding))
-    self.blamed: Explanation | None = None
+    self.blamed: tuple[str, str] | None = None
     self.noisy = _noisy(backwards["full batch"], self.reference["full batch"])
 
   def _fill_state(self) -> None:
@@ -95,22 +96,45 @@ class Comparison:
     """Runs one step from the initial weights on one replica."""
     return self.alone.steps_from(self.start, batch)
 
-  def find(self, explanation: Explanation) -> str:
-    """Returns the line of the mistake: where rows meet, or one with the explanation's words."""
-    graph = self.alone.graph(self.batch) if explanation is known.LOCAL_COUNT else None
-    if graph is not None and (place := division(graph, self.task)):
-      return place
-    if explanation.mixes_rows and self.meeting.place:
-      return self.meeting.place
-    texts = explanation.containing
-    return source_lines.find(self.task, *METHODS, containing=texts, anywhere=True)
+  def loss_place(self) -> str:
+    """Returns the user's line that makes the loss, if it is one; else the method."""
+    recorded = recorded_step.record(self.subject)[0]
+    if sum(call.verb == "gradients" for call in recorded.calls) > 1:
+      return source_lines.method(self.task, "train_step")
+    totals = [loss.total for loss in recorded.losses]
+    return source_lines.made_at(totals, self.task) or source_lines.method(self.task, *LOSS)
 
-  def unsteady(self) -> list[tuple[Explanation, str]]:
-    """Returns what can make the same step another one, with its line; the likely one first."""
-    operations = graphs.operations(self.alone.graph(self.batch))
-    found = random_draws.changing(operations, self.task)
-    kinds = {"random": known.STATEFUL, "clock": known.CLOCK, "python": known.IN_PYTHON}
-    return [(kinds[kind], place) for kind, place in found.items()] or [(known.UNKNOWN, "")]
+  def metric_place(self, told: str) -> str:
+    """Returns the user's line that makes the first metric which is named in a text."""
+    logged = recorded_step.record(self.subject)[0].metrics
+    named = [value for name, value in logged.items() if name in told][:1]
+    place = source_lines.made_at(named, self.task)
+    return place or source_lines.method(self.task, "metrics", "train_step")
+
+  def verb_place(self, *verbs: str) -> str:
+    """Returns the user's line that last calls one of some verbs."""
+    places = [call.place for call in self.calls if call.verb in verbs and call.place]
+    return places[-1] if places else source_lines.method(self.task, "train_step")
+
+  def assigned_at(self, index: int) -> str:
+    """Returns the user's line that assigns to a variable, by a verb or by itself."""
+    assigned = ("assign", self.alone.names[index])
+    places = [call.place for call in self.calls if (call.verb, call.what) == assigned]
+    graph, variable = self.alone.graph(self.batch), self.alone.variables[index]
+    return next(iter(places), "") or source_lines.assigned_at(graph, variable, self.task)
+
+  def constant_place(self) -> str:
+    """Returns the user's line whose constant is another one when the step is traced again."""
+    both = (self.alone.graph(self.batch), self._traced_again().graph(self.batch))
+    for one, other in zip(*map(graphs.operations, both), strict=False):
+      values = [op.get_attr("value") if op.type == "Const" else op.type for op in (one, other)]
+      if values[0] != values[1] and (place := source_lines.made_at(one.outputs, self.task)):
+        return place
+    return source_lines.method(self.task, *LOSS)
+
+  def unsteady(self) -> dict[str, str]:
+    """Returns causes why the same step may be another one each time -> the line of each."""
+    return random_draws.changing(graphs.operations(self.alone.graph(self.batch)), self.task)
 
   @functools.cached_property
   def meeting(self) -> row_influence.Meeting:
@@ -157,45 +181,46 @@ class Comparison:
       for case, outcome in outcomes.items()
     }
 
-  def updates(self, outcomes: Mapping[str, Outcome], used: Sequence[bool]) -> dict[str, np.ndarray]:
-    """Returns the update of each case, as one vector."""
-    return {case: self.flat(outcome, used) for case, outcome in outcomes.items()}
+  def predicted(
+    self, outcomes: Mapping[str, Outcome], replicas: int, used: Sequence[bool]
+  ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, list[Part]]]:
+    """Returns the update of each case: of the outcomes, of one replica, of each one's own rows."""
+    seen, whole = (
+      {case: self.flat(outcome, used) for case, outcome in made.items()}
+      for made in (outcomes, self.reference)
+    )
+    parts = {case: self.parts(rows, replicas, used) for case, rows in self.cases.items()}
+    return seen, whole, parts
 
-  def parts_of_cases(self, replicas: int, used: Sequence[bool]) -> dict[str, list[Part]]:
-    """Returns `parts` of each case."""
-    return {case: self.parts(rows, replicas, used) for case, rows in self.cases.items()}
+  def _traced_again(self) -> Bench:
+    again = copy.copy(self.alone)
+    again.run = bench.stepper(again.trainer)
+    return again
 
   def retraced(self) -> Difference:
-    """Compares the reference with the same step, made and traced anew."""
-    here = Bench(self.subject, rows=self.rows, **PLAIN)
-    here.first_number = self.alone.first_number
-    return self.difference(
-      here.steps_from(self.start, self.batch), self.reference["full batch"], without=self.state
-    )
+    """Compares the reference with the same step, traced anew."""
+    again = self._traced_again().steps_from(self.start, self.batch)
+    return self.difference(again, self.reference["full batch"], without=self.state)
 
-  def coupling(self) -> Explanation:
-    """Returns how examples depend on one another.
+  def coupling(self) -> tuple[str, str]:
+    """Returns (cause, place) of examples that depend on one another.
 
-    If the update is the sum of each row's own, but with other factors than their weights, these are
-    counts, unless they depend on the trained variables too.
+    What divides by one sum, which no variable changes, is a count.
     """
+    place = self.meeting.place or self.loss_place()
     if self.meeting.shifted:
-      return known.SHIFTED
+      return known.SHIFTED, place
     if any(call.verb == "all_gather" for call in self.calls):
-      by_place = source_lines.mention(self.task, *known.PLACES.containing)
-      return known.PLACES if by_place else known.GATHERED
+      return known.COUPLED, place
     if self._adds():
-      return known.MEAN_OF_ROWS
-    rng = np.random.default_rng(0)
-    moved = [
-      value + 0.1 * (value.std() or 0.1) * rng.normal(size=value.shape) if used else value
-      for value, used in zip(self.start, self.trained, strict=True)
-    ]
-    one, other = self._factors(self.start), self._factors(moved)
-    if one is None or other is None or np.nanmax(one) - np.nanmin(one) < FITS * np.nanmax(one):
-      return known.COUPLED
-    same = np.nanmax(np.abs(one - other)) < FITS * np.nanmax(one)
-    return known.LOCAL_COUNT if same else known.NO_SUM
+      return known.PADDING, place
+    for operation in graphs.operations(self.alone.graph(self.batch)):
+      if operation.type in ("RealDiv", "DivNoNan") and operation.inputs[1].shape.rank == 0:
+        kinds = {each.type for each in behind([operation.inputs[1]]).values()}
+        divides = source_lines.of_operation(operation, self.task)
+        if divides and kinds & {"Sum", "Where", "Size"} and "ReadVariableOp" not in kinds:
+          return known.LOCAL_COUNT, divides
+    return known.COUPLED, place
 
   def _adds(self) -> bool:
     """Whether a row without weight changes the update, alike whichever row has the weight."""
@@ -209,20 +234,6 @@ class Comparison:
       for row in (0, 1)
     )  # fmt: skip
     return fits(one, two)
-
-  def _factors(self, start: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Returns the factors of each row's own update that add up to that of all; NaN of none."""
-    rows = np.arange(self.rows)
-    alone = [
-      self.flat(self.alone.steps_from(start, bench.masked(self.batch, rows == row)), self.trained)
-      for row in rows
-    ]
-    own = np.nan_to_num(np.stack(alone, axis=1))
-    whole = self.flat(self.alone.steps_from(start, self.batch), self.trained)
-    factors = np.linalg.lstsq(own, whole, rcond=None)[0]
-    moves = own.any(axis=0)
-    enough = len(whole) > 2 * self.rows and moves.sum() > self.rows // 2
-    return np.where(moves, factors, np.nan) if enough and fits(own @ factors, whole) else None
 
   def has_penalty(self, seen: Mapping[str, np.ndarray], whole: Mapping[str, np.ndarray]) -> bool:
     """Whether updates have one excess in all cases, or one in proportion to the batch's weight."""

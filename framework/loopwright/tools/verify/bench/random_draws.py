@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pickle
 import random
 import re
 import sysconfig
@@ -33,20 +32,22 @@ STATEFUL = "stateful random op"
 """The cause of numbers that do not follow the run's seed."""
 FROZEN = "np.random while tracing"
 FIXED = "a fixed seed"
+OUTSIDE = "random layer outside the step"
 CHANGING = {
   "Timestamp": "clock", "PyFunc": "python", "PyFuncStateless": "python", "EagerPyFunc": "python",
 }  # fmt: skip
 """Types of operations, other than random ones, that may differ each time that a graph runs."""
+CAUSES = {"random": STATEFUL, "clock": "a loss by the clock", "python": "Python in the step"}
 
 
 def changing(operations: Iterable[tf.Operation], owner: Any) -> dict[str, str]:
-  """Returns what may differ each time that operations run -> the first line of the user's."""
+  """Returns causes why operations may differ when they run again -> the first line of each."""
   found: dict[str, str] = {}
   for operation in operations:
     kind = "random" if is_stateful(operation.type) else CHANGING.get(operation.type, "")
     if kind and kind not in found and (line := source_lines.of_operation(operation, owner)):
       found[kind] = line
-  return {kind: found[kind] for kind in ("random", "clock", "python") if kind in found}
+  return {cause: found[kind] for kind, cause in CAUSES.items() if kind in found}
 
 
 def is_generator(variable: str) -> bool:
@@ -64,12 +65,15 @@ def is_stateful(operation: str) -> bool:
   return is_random(operation) and not operation.startswith("Stateless")
 
 
-def outside(task: Any) -> tuple[str, str]:
-  """Returns (cause, place) for layers that draw from their own generator in a step."""
-  if place := source_lines.mention(task, "recompute_grad"):
-    return "other dropout in the backward pass", place
-  place = source_lines.mention(task, "custom_gradient", "tf.function", "def forward")
-  return "random layer outside the step", place
+def outside(operations: Iterable[tf.Operation], task: Any) -> tuple[str, str]:
+  """Returns (cause, place) for layers that draw from their own generator in a traced step."""
+  for operation in operations:
+    files = [frame.filename for frame in operation.traceback or ()]
+    if any(file.endswith("random/seed_generator.py") for file in files):
+      again = any(file.endswith("ops/custom_gradient.py") for file in files)
+      if place := source_lines.near(operation, task):
+        return "other dropout in the backward pass" if again else OUTSIDE, place
+  return OUTSIDE, ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +94,6 @@ class Draw:
   by_keras: bool
   place: str
 
-  @property
-  def stateful(self) -> bool:
-    """Whether it has its own state, independent of the run's seed."""
-    return is_stateful(self.op)
-
 
 @dataclasses.dataclass
 class Watched:
@@ -104,15 +103,22 @@ class Watched:
     draws: random ops of the user and of Keras's layers.
     in_python: whether Python's or NumPy's generators were used; a graph keeps such numbers as
       constants.
+    python_place: the line that used one, or that of the first operation after it.
   """
 
   draws: list[Draw] = dataclasses.field(default_factory=list)
   in_python: bool = False
+  python_place: str = ""
 
   @property
   def stateful(self) -> list[Draw]:
     """Draws with their own state."""
-    return [draw for draw in self.draws if draw.stateful]
+    return [draw for draw in self.draws if is_stateful(draw.op)]
+
+  @property
+  def own(self) -> list[Draw]:
+    """Draws that no layer of Keras makes."""
+    return [draw for draw in self.draws if not draw.by_keras]
 
   @property
   def all_fixed(self) -> bool:
@@ -131,20 +137,27 @@ def watch(owner: Any) -> Iterator[Watched]:
   Args:
     owner: its NumPy and Python generators are watched too, with the global ones.
   """
-  watched, before = Watched(), _states(owner)
+  watched, states = Watched(), [_states(owner)]
   default_rng = np.random.default_rng
 
   def unseeded(*args: Any, **options: Any) -> np.random.Generator:
-    watched.in_python |= not args and not options
+    if not args and not options:
+      watched.in_python = True
+      watched.python_place = source_lines.of_frames(source_lines.frames(but=__file__), owner)
     return default_rng(*args, **options)
 
-  with (
-    recorded_step.traced(is_random) as seen,
-    mock.patch.object(np.random, "default_rng", unseeded),
-  ):
+  def wanted(kind: str) -> bool:
+    """Whether it is random, or the first operation after a draw in Python."""
+    states.append(_states(owner))
+    return states[-1] != states.pop(0) or is_random(kind)
+
+  before = states[0]
+  with recorded_step.traced(wanted) as seen, mock.patch.object(np.random, "default_rng", unseeded):
     yield watched
-  watched.draws = [draw for operation in seen for draw in _draw(operation, owner)]
+  watched.draws = [draw for op in seen if is_random(op.type) for draw in _draw(op, owner)]
   watched.in_python |= _states(owner) != before
+  after = (source_lines.of_operation(op, owner) for op in seen if not is_random(op.type))
+  watched.python_place = watched.python_place or next(filter(None, after), "")
 
 
 def place(owner: Any, found: list[Draw], methods: Sequence[str], words: Sequence[str]) -> str:
@@ -182,13 +195,16 @@ def _is_constant(tensor: tf.Tensor) -> bool:
   return all(map(_is_constant, inputs)) if inputs else tensor.op.type == "Const"
 
 
-def _states(owner: Any) -> list[bytes]:
-  states: list[Any] = [np.random.get_state(), random.getstate()]
+def _states(owner: Any) -> list[str]:
+  """Returns what changes with each number that is drawn in Python."""
+  _, python, _ = random.getstate()
+  _, keys, position, *_ = np.random.get_state()
+  states = [f"{python[0]} {python[-1]} {keys[0]} {position}"]
   for held in vars(owner).values():
     if isinstance(held, np.random.Generator):
-      states.append(held.bit_generator.state)
+      states.append(repr(held.bit_generator.state))
     elif isinstance(held, np.random.RandomState):
-      states.append(held.get_state())
+      states.append(repr(held.get_state()))
     elif isinstance(held, random.Random):
-      states.append(held.getstate())
-  return [pickle.dumps(state) for state in states]
+      states.append(repr(held.getstate()))
+  return states

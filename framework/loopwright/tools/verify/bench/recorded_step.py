@@ -32,8 +32,7 @@ REPLICAS = 2
 OWN = "own communication"
 """The verb of a communication that no verb of the step makes."""
 
-LIMITS = {"Minimum", "Maximum", "ClipByValue"}
-"""Operations of which clipping by norm or by value consists, with a limit that is not about 0."""
+LIMITS = ("Minimum", "Maximum")
 NEAR_ZERO = 1e-5
 
 
@@ -66,19 +65,22 @@ def watched(task: Any) -> Iterator[list[Operation]]:
   seen: list[Operation] = []
   alive: list[Any] = []  # so that no two tensors have the same id
 
-  def watch(kind: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+  def watch(
+    op_type: str, inputs: Any, attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None
+  ) -> None:
+    if graph is not None:
+      return
     alive.extend((*inputs, *outputs))
-    place = source_lines.of_frames(source_lines.frames(but=__file__), task)
-    values = [out.numpy() for out in outputs if _is_number(out)]
     seen.append(
       Operation(
-        kind=kind, inputs=[id(each) for each in inputs], outputs=[id(each) for each in outputs],
+        kind=op_type, inputs=[id(each) for each in inputs], outputs=[id(each) for each in outputs],
         elements=max((int(np.prod(i.shape)) for i in inputs if hasattr(i, "shape")), default=0),
-        values=values, place=place,
+        values=[out.numpy() for out in outputs if _is_number(out)],
+        place=source_lines.of_frames(source_lines.frames(but=__file__), task),
       )
     )  # fmt: skip
 
-  with _told(eager=watch):
+  with _told(watch):
     yield seen
 
 
@@ -87,29 +89,18 @@ def traced(wanted: Callable[[str], bool]) -> Iterator[list[tf.Operation]]:
   """Yields a list of the operations of some types that are traced inside, in all threads."""
   seen: list[tf.Operation] = []
 
-  def note(kind: str, graph: tf.Graph, name: str) -> None:
-    if wanted(kind):
-      seen.append(graph.get_operation_by_name(name))
+  def note(
+    op_type: str, inputs: Any, attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None
+  ) -> None:
+    if graph is not None and wanted(op_type):
+      seen.append(outputs[0].op if outputs else graph.get_operation_by_name(op_name))
 
-  with _told(traced=note):
+  with _told(note):
     yield seen
 
 
 @contextlib.contextmanager
-def _told(
-  eager: Callable[[str, Sequence[Any], Sequence[Any]], None] | None = None,
-  traced: Callable[[str, tf.Graph, str], None] | None = None,
-) -> Iterator[None]:
-  def watch(
-    op_type: str, inputs: Sequence[Any], attrs: Any, outputs: Sequence[Any],
-    op_name: Any = None, graph: tf.Graph = None,
-  ) -> None:  # fmt: skip
-    del attrs
-    if graph is None and eager:
-      eager(op_type, inputs, outputs)
-    elif graph is not None and traced:
-      traced(op_type, graph, op_name)
-
+def _told(watch: Callable[..., None]) -> Iterator[None]:
   op_callbacks.add_op_callback(watch)
   try:
     yield
@@ -132,14 +123,12 @@ class Call:
   Attributes:
     verb: its name, such as "apply".
     what: the description.
-    place: the line of the user's code, as `source_lines.mention` returns it.
+    place: the line of the user's code.
     communications: the bytes of each communication.
-    raw: whether it gets gradients that are not reduced.
-    reduced: whether it gets gradients that are reduced.
+    raw, reduced: whether it gets gradients that are not reduced, or that are.
     clipped: whether raw gradients are limited before it gets them.
     limited: the line that limits reduced gradients which it gets; or "".
     local: whether a condition (`when`), or the value of an assignment, is local.
-    early: the first trained variable whose value before the update an assignment follows; or "".
     always: whether it is made in each step, as it has no `when`.
     idle: whether an assignment is computed only from variables that no step changes, and averages
       them or changes nothing.
@@ -154,7 +143,6 @@ class Call:
   clipped: bool = False
   limited: str = ""
   local: bool = False
-  early: str = ""
   always: bool = False
   idle: bool = False
 
@@ -164,17 +152,25 @@ class Call:
 
 
 class Recording:
-  """Records what the first replica's step calls while it is traced."""
+  """Records what the first replica's step calls while it is traced.
 
-  def __init__(self, task: Any = None) -> None:
-    """Begins with no calls; `task` names the methods in places."""
+  Attributes:
+    calls: of verbs, in order.
+    losses: those that the step differentiates.
+    metrics: those that it logs.
+    task: names the methods in places.
+  """
+
+  task: Any = None
+
+  def __init__(self) -> None:
     self.calls: list[Call] = []
-    self.task = task
+    self.losses: list[Loss] = []
+    self.metrics: dict[str, Any] = {}
     self._owner: Step | None = None
     self._own: list[tuple[Call, tf.Tensor]] = []
     self._known: dict[int, tuple[str, Any]] = {}
     self._reads: list[tuple[Call, Variable, set[str], list[tf.Operation]]] = []
-    self._applies: list[tuple[tf.Operation, list[Any]]] = []
 
   def begins(
     self, step: Step, call: Call, tensors: Iterable[Any] = (), equal: Iterable[Any] = ()
@@ -187,56 +183,40 @@ class Recording:
       tensors: the gradients that it passes.
       equal: what must be equal on all replicas.
     """
-    if self._owns(step):
+    if self.owns(step):
       self._note(call, tensors)
-      call.local |= bool({"rows", "raw"} & self._origins(_tensors(equal)))
+      call.local |= bool({"rows", "raw"} & self._behind(_tensors(equal))[0])
 
   def knows(self, step: Step, kind: str, values: Any) -> None:
     """Keeps tensors of the first step: "rows", "raw" gradients or what is "shared"."""
-    if self._owns(step):
+    if self.owns(step):
       self._known |= {id(t): (kind, t) for t in _tensors(values)}
 
-  def _owns(self, step: Step) -> bool:
+  def owns(self, step: Step) -> bool:
     """Whether it is the first step, whose batch is known from then on."""
     if self._owner is None:
       self._owner = step
       self.knows(step, "rows", step.record.batch.values())
     return step is self._owner
 
-  def updates(self, step: Step, variables: Sequence[Variable]) -> None:
-    """Notes that the first step updates some variables from here on."""
-    if self._owns(step):
-      self._applies.append((tf.no_op(), [(models.name(v), models.raw(v)) for v in variables]))
-
   def follows(self, step: Step, call: Call, variable: Variable, value: Any) -> None:
     """Keeps the reads of variables from which the first step computes what it assigns."""
-    if self._owns(step):
+    if self.owns(step):
       kinds, operations = self._behind(_tensors([value]))
       reads = [op for op in operations if op.type == "ReadVariableOp"]
       self._reads.append((call, models.raw(variable), kinds, reads))
 
-  def find_early(self) -> None:
-    """Fills in `Call.early`, and the lines that communicate, once the step is traced."""
+  def end(self, here: Bench, outcome: Outcome) -> None:
+    """Finds lines that communicate, and idle assignments, once the step has run on a bench."""
     for call, result in self._own:  # it is made between the threads of the replicas
       places = (source_lines.of_operation(op, self.task) for op in result.consumers())
       call.place = next(filter(None, places), call.place)
-    for call, _, _, reads in self._reads:
-      for applied, variables in self._applies:
-        names = {id(_handle(variable)): name for name, variable in variables}
-        order = {op.name: number for number, op in enumerate(applied.graph.get_operations())}
-        outer = {id(inner): id(handle) for handle, inner in applied.graph.captures}
-        early = [op for op in reads if order.get(op.name, 0) < order[applied.name]]
-        found = (names.get(outer.get(id(op.inputs[0]), 0)) for op in early)
-        call.early = call.early or next(filter(None, found), "")
-
-  def find_idle(self, here: Bench, outcome: Outcome) -> None:
-    """Fills in `Call.idle`, once the step has run on a bench."""
-    pairs = zip(here.variables, here.trainable, strict=True)
+    used = dict(zip(map(id, here.variables), here.trainable, strict=True))
     assigned = {id(variable) for _, variable, _, _ in self._reads}
-    still = {id(_handle(v)): v for v, used in pairs if not used and id(v) not in assigned}
+    still = {id(_handle(v)): v for v in here.variables if not used[id(v)] and id(v) not in assigned}
     changed = zip(here.variables, outcome.before, outcome.after, strict=True)
     moved = {id(v) for v, before, after in changed if not np.allclose(before, after[0], rtol=1e-6)}
-    if not moved & {id(v) for v, used in zip(here.variables, here.trainable, strict=True) if used}:
+    if not any(used[each] for each in moved):
       return  # the step was skipped
     for call, variable, kinds, reads in self._reads:
       outer = {id(inner): id(handle) for op in reads[:1] for handle, inner in op.graph.captures}
@@ -252,28 +232,21 @@ class Recording:
       self._note(Call(OWN), tensors)
       self._own.append((self.calls[-1], results[0]))
     call = self.calls[-1]
-    call.communications.append(sum(map(_bytes, tensors)))
+    call.communications.append(sum((t.shape.num_elements() or 0) * t.dtype.size for t in tensors))
     kind = "reduced" if call.raw or call.reduced else "shared"
     self._known |= {id(t): (kind, t) for t in results}
 
   def _note(self, call: Call, tensors: Iterable[Any]) -> None:
-    frames = [(f.filename, f.lineno, f.name) for f in tf.no_op().traceback]
-    own = [frame for frame in frames if frame[0] != __file__]
-    call.place = source_lines.of_frames(own, self.task)
-    kinds, behind = self._behind(_tensors(tensors))
-    behind = [operation for operation in behind if not _is_sign(operation)]
-    found = kinds | {operation.type for operation in behind}
+    call.place = source_lines.of_frames(source_lines.frames(but=__file__), self.task)
+    found, behind = self._behind(_tensors(tensors))
+    limits = [operation for operation in behind if _limits(operation)]
     call.raw, call.reduced = "raw" in found, "reduced" in found
-    call.clipped = call.raw and bool(LIMITS & found) and not self._combines()
-    limits = (source_lines.of_operation(o, self.task) for o in behind if o.type in LIMITS)
-    call.limited = "" if call.raw or not call.reduced else next(filter(None, limits), "")
+    call.clipped = call.raw and bool(limits) and not self._combines()
+    if call.reduced and not call.raw:
+      places = (source_lines.of_operation(operation, self.task) for operation in limits)
+      call.limited = next(filter(None, places), "")
     call.local = call.verb == "apply" and "rows" in found and not call.raw
     self.calls.append(call)
-
-  def _origins(self, tensors: Sequence[tf.Tensor]) -> set[str]:
-    """Returns the kinds of known tensors that some tensors are computed from, and operations."""
-    found, operations = self._behind(tensors)
-    return found | {operation.type for operation in operations if not _is_sign(operation)}
 
   def _combines(self) -> bool:
     """Whether gradients of several losses come together, as in gradient surgery."""
@@ -281,6 +254,7 @@ class Recording:
     return verbs[-2:] == ["gradients", "gradients"]
 
   def _behind(self, tensors: Sequence[tf.Tensor]) -> tuple[set[str], list[tf.Operation]]:
+    """Returns the kinds of known tensors from which others are computed, and the operations."""
     found: set[str] = set()
     seen: dict[str, tf.Operation] = {}
     waiting = list(tensors)
@@ -308,10 +282,10 @@ class _Recorded(Step):
   def gradients(
     self, loss_fn: Any, batch: Any, variables: Sequence[Variable], *, when: Any = None
   ) -> Any:
-    what = f"{len(variables)} variables"
-    self.recording.begins(self, Call("gradients", what), equal=[when])
+    self.recording.begins(self, Call("gradients", f"{len(variables)} variables"), equal=[when])
     gradients, loss = super().gradients(loss_fn, batch, variables, when=when)
     self.recording.knows(self, "raw", gradients)
+    self.recording.losses.append(loss)
     return gradients, loss
 
   def gradients_of(
@@ -320,7 +294,12 @@ class _Recorded(Step):
     self.recording.begins(self, Call("gradients", f"{len(variables)} variables"))
     gradients = super().gradients_of(tape, loss, variables)
     self.recording.knows(self, "raw", gradients)
+    self.recording.losses.append(loss)
     return gradients
+
+  def log(self, metrics: Any) -> None:
+    self.recording.metrics |= metrics
+    super().log(metrics)
 
   def assign(self, variable: Variable, value: Any, *, when: Any = None) -> None:
     call = Call("assign", models.name(variable), always=when is None)
@@ -334,14 +313,12 @@ class _Recorded(Step):
     return made
 
   def all_reduce(self, gradients: Sequence[Gradient], loss: Loss) -> tuple[Gradients, Loss]:
-    there = [g for g in gradients if g is not None]
-    what = f"{len(there)} gradients, loss and weight"
-    self.recording.begins(self, Call("all_reduce", what), gradients)
+    there = sum(g is not None for g in gradients)
+    self.recording.begins(self, Call("all_reduce", f"{there} gradients, loss, weight"), gradients)
     return super().all_reduce(gradients, loss)
 
   def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-    what = f"{tuple(tf.convert_to_tensor(tensor).shape)}"
-    self.recording.begins(self, Call("all_gather", what))
+    self.recording.begins(self, Call("all_gather", str(tf.convert_to_tensor(tensor).shape)))
     made = super().all_gather(tensor)
     self.recording.knows(self, "shared", [made])
     return made
@@ -361,7 +338,8 @@ class _Recorded(Step):
     return super().check(gradients)
 
   def clip(self, gradients: Sequence[Gradient], norm: tf.Tensor) -> Gradients:
-    self.recording.begins(self, Call("clip", _clipping(self.parts)), gradients)
+    limit = self.parts.clip_value or self.parts.clip_norm or "off"
+    self.recording.begins(self, Call("clip", str(limit)), gradients)
     return super().clip(gradients, norm)
 
   def apply(
@@ -369,7 +347,6 @@ class _Recorded(Step):
   ) -> None:
     what = "" if optimizer == "default" else optimizer
     self.recording.begins(self, Call("apply", what), gradients, equal=[finite])
-    self.recording.updates(self, self.variables(optimizer))
     super().apply(gradients, finite, optimizer)
 
 
@@ -377,31 +354,25 @@ def record(subject: Subject) -> tuple[Recording, Bench]:
   """Traces one step on two replicas, once; returns its calls and the bench."""
   known: dict[str, Any] = vars(subject)  # as `functools.cached_property` keeps its values
   if "recorded" not in known:
-    known["recorded"] = _recorded(subject)
+    recording = Recording()
+    communications, rows = Communications(), subject.divisible_rows
+    here = Bench(
+      subject, REPLICAS, rows=rows, optimizer=bench.gradient_descent, quiet=False,
+      step=recording.step_class(),
+      strategy=bench.strategy_of(REPLICAS, communications=communications),
+    )  # fmt: skip
+    recording.task = here.task
+    communications.told = recording.communicates
+    recording.end(here, here.step(subject.rows(here.task, rows)))
+    known["recorded"] = recording, here
   return known["recorded"]
 
 
-def _recorded(subject: Subject) -> tuple[Recording, Bench]:
-  recording = Recording()
-  communications, rows = Communications(), subject.divisible_rows
-  here = Bench(
-    subject, REPLICAS, rows=rows, optimizer=bench.gradient_descent, quiet=False,
-    step=recording.step_class(),
-    strategy=bench.strategy_of(REPLICAS, communications=communications),
-  )  # fmt: skip
-  recording.task = here.task
-  communications.told = recording.communicates
-  outcome = here.step(subject.rows(here.task, rows))
-  recording.find_early()
-  recording.find_idle(here, outcome)
-  return recording, here
-
-
-def _is_sign(operation: tf.Operation) -> bool:
-  """Whether an operation only keeps one sign, or divisors from 0: min(x, 0), max(norm, 1e-12)."""
+def _limits(operation: tf.Operation) -> bool:
+  """Whether an operation limits a value: more than its sign, or a divisor, as in max(x, 1e-12)."""
   limits = [tf.get_static_value(each) for each in operation.inputs]
   near = (limit is not None and bool((abs(limit) < NEAR_ZERO).all()) for limit in limits)
-  return operation.type in ("Minimum", "Maximum") and any(near)
+  return operation.type == "ClipByValue" or (operation.type in LIMITS and not any(near))
 
 
 def _handle(variable: Variable) -> Any:
@@ -411,25 +382,13 @@ def _handle(variable: Variable) -> Any:
 
 def communicated(counted: Sequence[int]) -> str:
   """Returns "2 communications of 96 bytes", or "" for none."""
-  if not counted:
-    return ""
   plural = "communication" if len(counted) == 1 else "communications"
-  return f"{len(counted)} {plural} of {sum(counted):,} bytes"
+  return f"{len(counted)} {plural} of {sum(counted):,} bytes" if counted else ""
 
 
 def _tensors(values: Any) -> list[tf.Tensor]:
   values = values.tensors if isinstance(values, Gradients) else values
   return [each for each in tf.nest.flatten(list(values)) if isinstance(each, tf.Tensor)]
-
-
-def _clipping(parts: Any) -> str:
-  if parts.clip_value is not None:
-    return f"value {parts.clip_value:g}"
-  return "off" if parts.clip_norm is None else f"norm {parts.clip_norm:g}"
-
-
-def _bytes(tensor: tf.Tensor) -> int:
-  return (tensor.shape.num_elements() or 0) * tensor.dtype.size
 
 
 # ---- Variables

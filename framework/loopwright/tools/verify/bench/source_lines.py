@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,11 @@ def of_operation(operation: tf.Operation, owner: Any) -> str:
   return of_frames(_frames(operation), owner)
 
 
+def near(operation: tf.Operation, owner: Any) -> str:
+  """As `of_operation`, whatever called the user's code or was called by it."""
+  return of_frames([f for f in _frames(operation) if errors.is_the_users(f[0])], owner)
+
+
 def _frames(operation: tf.Operation) -> list[tuple[str, int, str]]:
   return [(frame.filename, frame.lineno, frame.name) for frame in operation.traceback or ()]
 
@@ -154,6 +161,8 @@ def made_at(tensors: Any, task: Any) -> str:
   for operation in waiting:
     if place := of_caller(_frames(operation), task):
       return place
+    if graphs.function_names(operation):
+      continue  # what it takes is not what a function in it makes of it
     before = {id(tensor.op): tensor.op for tensor in operation.inputs if id(tensor.op) not in seen}
     waiting += before.values()
     seen |= before.keys()
@@ -176,7 +185,7 @@ def of_frames(frames: list[tuple[str, int, str]], owner: Any) -> str:
     if any(Path(file).is_relative_to(root / outside) for outside in _OUTSIDE):
       return ""
     if errors.is_the_users(file):
-      return f"{Path(file).name}:{line}, in {_qualified(name, file, owner)}"
+      return f"{Path(file).name}:{line}, in {_qualified(name, file, line, owner)}"
   return ""
 
 
@@ -202,8 +211,16 @@ def qualified(place: str, owner: Any) -> str:
   return place
 
 
-def _qualified(name: str, file: str, owner: Any) -> str:
+def _qualified(name: str, file: str, line: int, owner: Any) -> str:
+  """Returns the name of the owner's method that a line is in, also in a function inside of it."""
   for method in own_methods(owner):
-    if method.__name__ == name and method.__code__.co_filename == file:
+    code = method.__code__
+    if code.co_filename == file and code.co_firstlineno <= line <= _last_line(code):
       return method.__qualname__
   return name
+
+
+@functools.cache
+def _last_line(code: types.CodeType) -> int:
+  inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+  return max(*(line or 0 for *_, line in code.co_lines()), *map(_last_line, inner))

@@ -19,39 +19,28 @@ from loopwright.errors import ConfigError
 from loopwright.graphs import operations as graphs
 from loopwright.host.failures import failure, place_of
 from loopwright.host.lazy_keras import KerasOptimizer
-from loopwright.tools.verify.bench import bench, source_lines
+from loopwright.tools.verify.bench import bench, random_draws, source_lines
 from loopwright.tools.verify.bench import explanations as known
 from loopwright.tools.verify.bench.bench import Bench, Outcome, Subject
-from loopwright.tools.verify.bench.comparison import AFTER_STEPS, Comparison
+from loopwright.tools.verify.bench.comparison import AFTER_STEPS, Comparison, Difference
 from loopwright.tools.verify.bench.explanations import Part, fits, weighted_mean
-from loopwright.tools.verify.report import Explanation, Group, Result
+from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("mesh")
 RUNS, UPDATE, STATE, METRICS, NOISE, OWN = (
   "runs on the mesh", "same update on the mesh", "same state on the mesh",
   "same metrics on the mesh", "same random numbers on the mesh", "same weights after 4 steps",
 )  # fmt: skip
-CRASH = Explanation("operation that ends the process on a mesh")
-NO_RULE = Explanation("operation that cannot be split")
-FACTOR = Explanation(
-  "scaled by the size of the mesh",
-  ("row_shares", "mesh", "num_devices", "dim_size", "shares", "devices"),
-)
-ONE_PART = Explanation(
-  "rows of one part only", ("[:", ": tf.shape", "tf.slice", "tf.split", "shares", "mesh")
-)
-LOST = Explanation("update lost on the mesh", ("raw_ops", "assign_sub", "assign_add", "scatter"))
-OF_PARTS = Explanation(
-  "computed for each part alone",
-  ("tf.reshape", "tf.split", "reduce_mean", "moments", "shares", "mesh"),
-)
-PENALTY = Explanation("regularisation counted for each device", known.REGULARISATION.containing)
-NUMBERS = Explanation(
-  "random numbers that depend on the mesh", ("tf.random.", "tf.tile", "tf.repeat")
-)
-PART_STATE = Explanation("state of one part only", (".assign",))
-PART_METRIC = Explanation("metric of one part only", ("weighted_sum", "[:", "reduce_mean"))
-UNKNOWN = Explanation("unknown")
+CRASH = "operation that ends the process on a mesh"
+NO_RULE = "operation that cannot be split"
+FACTOR = "scaled by the size of the mesh"
+ONE_PART = "rows of one part only"
+LOST = "update lost on the mesh"
+OF_PARTS = "computed for each part alone"
+PENALTY = "regularisation counted for each device"
+NUMBERS = "random numbers that depend on the mesh"
+PART_STATE = "state of one part only"
+PART_METRIC = "metric of one part only"
 
 
 def check(subject: Subject) -> list[Result]:
@@ -67,7 +56,7 @@ def check(subject: Subject) -> list[Result]:
     raise  # a mistake in the layouts, told by itself
   except (tf.errors.OpError, TypeError, ValueError) as error:
     place = place_of(error) or on_mesh.named_in(error)
-    return [GROUP.explained(RUNS, failure(error), NO_RULE, place)]
+    return [GROUP.failed(RUNS, failure(error), NO_RULE, place)]
 
 
 class OnMesh:
@@ -87,7 +76,7 @@ class OnMesh:
     for operation in graphs.operations(self.compared.alone.graph(self.compared.batch)):
       place = source_lines.of_operation(operation, self.task) if _crashes(operation) else ""
       if place:  # else it is TensorFlow's or Keras's own, which may be none on a mesh
-        return GROUP.explained(RUNS, f"{operation.type} of this kind crashes DTensor", CRASH, place)
+        return GROUP.failed(RUNS, f"{operation.type} of this kind crashes DTensor", CRASH, place)
     return None
 
   def named_in(self, error: Exception) -> str:
@@ -104,35 +93,38 @@ class OnMesh:
     yield GROUP.passed(RUNS, f"{self.strategy.mesh.size} devices, {self.shares} parts of the rows")
     found = of.differences(outcomes, of.state)
     worst = max(found.values(), key=lambda each: each.worst)
-    wrong = worst.detail if worst.worst > of.tolerance else ""
-    why = self._explain(outcomes) if wrong else UNKNOWN
-    yield self._verdict(UPDATE, wrong, why, f"relative difference {worst.worst:.1e}")
-    if wrong:
+    if worst.worst > of.tolerance:
+      yield self._update(outcomes, worst)
       return
+    yield GROUP.passed(UPDATE, f"relative difference {worst.worst:.1e}")
     if of.state:
       worst = max(of.differences(outcomes, of.updated).values(), key=lambda each: each.worst)
-      yield self._verdict(STATE, worst.detail if worst.worst > of.tolerance else "", PART_STATE)
+      right = worst.worst <= of.tolerance
+      place = "" if right else of.assigned_at(worst.first)
+      yield _verdict(STATE, "" if right else worst.detail, PART_STATE, place)
     wrong = next((each.metrics for each in found.values() if each.metrics), "")
-    yield self._verdict(METRICS, wrong, PART_METRIC)
-    noisy = self._noise(metrics=not wrong)
-    yield self._verdict(NOISE, noisy, NUMBERS)
+    yield _verdict(METRICS, wrong, PART_METRIC, of.metric_place(wrong) if wrong else "")
+    with random_draws.watch(self.task) as watched:
+      noisy = self._noise(metrics=not wrong)
+    yield _verdict(NOISE, noisy, NUMBERS, next((draw.place for draw in watched.own), ""))
     if not noisy:
       yield self._several_steps()
+
+  def _update(self, outcomes: Mapping[str, Outcome], worst: Difference) -> Result:
+    """Returns the finding for an update that differs; if the loss is right, the step is not."""
+    losses = [self._here.loss_in(outcomes["full batch"].metrics)]
+    losses.append(self._here.loss_in(self.compared.reference["full batch"].metrics))
+    same = np.isclose(*losses, rtol=1e-4)
+    place = source_lines.method(self.task, "train_step") if same else ""
+    cause = self._explain(outcomes)
+    place = place or (self.compared.loss_place() if cause != known.UNKNOWN else "")
+    return GROUP.failed(UPDATE, worst.detail, cause, place)
 
   def _bench(self, rows: int, *, optimizer: KerasOptimizer = None, quiet: bool = True) -> Bench:
     return Bench(
       self.subject, rows=rows, optimizer=optimizer, quiet=quiet, always=True,
       strategy=self.strategy,
     )  # fmt: skip
-
-  def _verdict(self, name: str, wrong: str, why: Explanation, detail: str = "") -> Result:
-    if not wrong:
-      return GROUP.passed(name, detail)
-    if why is PART_METRIC:
-      place = source_lines.find(self.task, "metrics", containing=why.containing)
-    else:
-      place = self.compared.find(why) if name != OWN else ""
-    return GROUP.explained(name, wrong, why, place)
 
   def _noise(self, *, metrics: bool) -> str:
     """Compares a step with the task's own random numbers; returns how it differs, or "".
@@ -158,14 +150,14 @@ class OnMesh:
       outcomes = [here.step(rows) for rows in (of.batch, *of.cases.values())]
       ends.append(Outcome(before=of.start, after=outcomes[-1].after, metrics={}))
     found = of.difference(ends[0], ends[1], without=of.noisy | of.state)
-    wrong = found.detail if found.worst > AFTER_STEPS else ""
-    return self._verdict(OWN, wrong, UNKNOWN, f"relative difference {found.worst:.1e}")
+    if found.worst > AFTER_STEPS:
+      return GROUP.failed(OWN, found.detail, known.UNKNOWN)
+    return GROUP.passed(OWN, f"relative difference {found.worst:.1e}")
 
-  def _explain(self, outcomes: Mapping[str, Outcome]) -> Explanation:
+  def _explain(self, outcomes: Mapping[str, Outcome]) -> str:
     """Returns the mistake whose prediction fits the update in every case."""
     of, used = self.compared, self.compared.trained
-    seen, whole = of.updates(outcomes, used), of.updates(of.reference, used)
-    parts = of.parts_of_cases(self.shares, used)
+    seen, whole, parts = of.predicted(outcomes, self.shares, used)
     factor = _factor(seen["full batch"], whole["full batch"])
     if all(fits(seen[case], factor * whole[case]) for case in seen):
       return FACTOR
@@ -178,7 +170,7 @@ class OnMesh:
         return OF_PARTS
     if of.has_penalty(seen, whole):
       return PENALTY
-    return OF_PARTS if fits(seen["full batch"], weighted_mean(self._alone())) else UNKNOWN
+    return OF_PARTS if fits(seen["full batch"], weighted_mean(self._alone())) else known.UNKNOWN
 
   def _alone(self) -> list[Part]:
     """Returns the update of each part's rows, without the other rows being there at all."""
@@ -196,6 +188,10 @@ class OnMesh:
       trained and all(there[i].any() and not here[i].any() for here, there in pairs)
       for i, trained in enumerate(of.trained)
     )
+
+
+def _verdict(name: str, wrong: str, cause: str, place: str) -> Result:
+  return GROUP.failed(name, wrong, cause, place) if wrong else GROUP.passed(name)
 
 
 def _factor(seen: np.ndarray, whole: np.ndarray) -> float:

@@ -99,14 +99,12 @@ def follow(here: Bench, changed: Set[str]) -> Result:
     moves = [tuple(models.name(v) in changed for v in pair) for pair in pairs]
     if not alike or (True, True) not in moves or any(id(models.raw(v)) in owned for v in slow):
       continue
-    left = [pair for pair, move in zip(pairs, moves, strict=True) if move == (False, True)]
+    lost = [move == (False, True) for move in moves]
+    left = [models.name(one) for one, is_lost in zip(slow, lost, strict=True) if is_lost]
     if left:
-      names = named([models.name(one) for one, _ in left])
-      told = f"{names} stays as it is, but {models.name(left[0][1])} moves, and a step "
-      place = source_lines.mention(here.task, "step.assign", ".assign")
-      return GROUP.failed(
-        name, f"{told}sets the others", "average that leaves out variables", place
-      )
+      told = f"{named(left)} stays as it is, but a step sets the others"
+      place = source_lines.method(here.task, "train_step")
+      return GROUP.failed(name, told, "average that leaves out variables", place)
   return GROUP.passed(name, "no network follows a part of another")
 
 

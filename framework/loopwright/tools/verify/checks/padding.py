@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.errors import ConfigError
-from loopwright.tools.verify.bench import bench, layer_calls, source_lines
+from loopwright.tools.verify.bench import bench, layer_calls
 from loopwright.tools.verify.bench import explanations as known
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Rows
 from loopwright.tools.verify.bench.comparison import LEAST, Comparison, Difference
@@ -24,10 +24,8 @@ def on_one(of: Comparison) -> Iterator[Result]:
   """Yields the results of steps on one replica, the first only if the same step is another one."""
   found = of.difference(of.again, of.reference["full batch"])
   if found.worst > LEAST:
-    (why, place), *others = of.unsteady()
-    also = "".join(f"; or {other.cause} ({line})" for other, line in others)
-    place = place or of.find(known.STATEFUL)
-    yield GROUP.explained("same step twice", f"{found.detail}{also}", why, place)
+    cause, place = next(iter(of.unsteady().items()), (known.UNKNOWN, ""))
+    yield GROUP.failed("same step twice", found.detail, cause, place)
     return
   yield GROUP.passed("same step twice", found.detail)
   padding = _padding(of)
@@ -42,24 +40,24 @@ def _padding(of: Comparison) -> Result:
   if found.worst <= of.tolerance and not found.metrics:
     return GROUP.passed(PADDING, found.detail)
   if (again := of.retraced()).worst > of.tolerance:
-    of.blamed, told = known.TRACED_VALUE, f"the same step, traced again: {again.detail}"
-    return GROUP.explained(PADDING, told, of.blamed, of.find(of.blamed))
+    told = f"the same step, traced again: {again.detail}"
+    of.blamed = known.PYTHON_VALUE, of.constant_place()
+    return GROUP.failed(PADDING, told, *of.blamed)
   if normalised := [layer.name for layer in layer_calls.normalisations(of.task.model)]:
     why = f"{normalised[0]} normalises over all rows of a batch, padding included"
     return GROUP.skipped(PADDING, why)
   if found.worst > of.tolerance and what == OTHER_CONTENTS and _mixes(of):
-    gathers = any(call.verb == "all_gather" for call in of.calls)
-    explanation = known.PADDED if gathers else of.coupling()
-    of.blamed = known.COUPLED if gathers else explanation
-    return GROUP.explained(PADDING, told, explanation, of.find(explanation))
+    of.blamed = cause, place = of.coupling()
+    if any(call.verb == "all_gather" for call in of.calls):
+      cause = "padded rows among the others"
+    return GROUP.failed(PADDING, told, cause, place)
   in_update = found.worst > of.tolerance
   if in_update and (mistake := order.scaled(of.subject, of.calls)):
-    of.blamed, call = mistake
-    return GROUP.explained(PADDING, told, of.blamed, call.limited or call.place)
-  methods = ("loss", "train_step", "training_loss") if in_update else ("metrics",)
-  of.blamed = known.COUNTS if in_update else None
-  place = source_lines.find(of.task, *methods, containing=known.SUMS)
-  return GROUP.explained(PADDING, told, known.COUNTS, place)
+    of.blamed = mistake
+    return GROUP.failed(PADDING, told, *mistake)
+  place = of.loss_place() if in_update else of.metric_place(found.metrics)
+  of.blamed = (known.PADDING, place) if in_update else None
+  return GROUP.failed(PADDING, told, known.PADDING, place)
 
 
 def _mixes(of: Comparison) -> bool:
@@ -134,6 +132,4 @@ def _weights(of: Comparison, *, known_to_count: bool) -> Result:
     why = "all rows of the batch give the same update" if same else "padding counts, see above"
     return GROUP.skipped(WEIGHTS, why)
   told = "the update stays the same when the rows exchange their weights"
-  methods = ("loss", "train_step", "training_loss")
-  place = source_lines.find(of.task, *methods, containing=known.SUMS)
-  return GROUP.failed(WEIGHTS, told, "weights are ignored", place)
+  return GROUP.failed(WEIGHTS, told, "weights are ignored", of.loss_place())

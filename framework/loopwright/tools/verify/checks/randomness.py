@@ -17,27 +17,29 @@ import tensorflow as tf
 
 from loopwright import configurables
 from loopwright.evaluator import Evaluator
+from loopwright.graphs import operations as graphs
 from loopwright.models import models
-from loopwright.tools.verify.bench import bench, layer_calls, random_draws, source_lines, survey
+from loopwright.tools.verify.bench import (
+  bench,
+  layer_calls,
+  random_draws,
+  recorded_step,
+  source_lines,
+  survey,
+)
 from loopwright.tools.verify.bench.bench import Bench, Outcome, Rows, Subject, numbers
 from loopwright.tools.verify.bench.explanations import fits
 from loopwright.tools.verify.bench.random_draws import FIXED, FROZEN, STATEFUL, Draw
 from loopwright.tools.verify.checks import augmentation
-from loopwright.tools.verify.report import Explanation, Group, Result
+from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("randomness")
 ROUNDING = 1e-5
 """A relative difference below this is rounding, not other random numbers."""
-METHODS = ("train_step", "training_loss", "forward", "loss", "build_model")
 REPEATS, STEPS, REPLICAS = (
   "repeats with the seed", "differs between steps", "differs between replicas",
 )  # fmt: skip
-MIXED = Explanation(
-  "examples that depend on one another", ("shuffle", "tf.gather(", "permutation", "roll")
-)
-TRAINING = Explanation(
-  "layer called without training", ("self.model(", "self.model[", "training=False")
-)
+TRAINING = "layer called without training"
 DROPOUT = "dropout active in evaluation"
 UNSTEADY = "evaluation depends on something else than its batch"
 
@@ -89,7 +91,8 @@ class Steps:
       return
     if self._outside:
       told = f"{self._outside} changes in a step, so a layer drew without the step's seed"
-      yield GROUP.failed(REPEATS, told, *random_draws.outside(self.task))
+      operations = graphs.operations(self.bench.graph(self._batch))
+      yield GROUP.failed(REPEATS, told, *random_draws.outside(operations, self.task))
     else:
       yield GROUP.passed(REPEATS, "the same step again gives the same update")
     yield self._between_steps()
@@ -108,22 +111,19 @@ class Steps:
   def _stateful(self) -> Result:
     found = self.watched.stateful
     told = f"the same step again gives another update{random_draws.listed(found)}"
-    place = self._place(found, "tf.random.", "tf.nn.dropout", "np.random", "random.")
-    return GROUP.failed(REPEATS, told, STATEFUL, place)
+    return GROUP.failed(REPEATS, told, STATEFUL, self._place(found))
 
   def _between_steps(self) -> Result:
     if self.watched.in_python:
       told = "numbers were drawn in Python while the step was traced: they never change again"
-      place = self._place([], "np.random", "default_rng", "random.")
-      return GROUP.failed(STEPS, told, FROZEN, place)
+      return GROUP.failed(STEPS, told, FROZEN, self.watched.python_place or self._place([]))
     fixed = self.watched.fixed(self.rows)
     if fixed and (not self.by_step or self.watched.all_fixed):
       told = f"steps draw the same numbers{random_draws.listed(fixed)}"
-      return GROUP.failed(STEPS, told, FIXED, self._place(fixed, "seed=", "stateless_"))
+      return GROUP.failed(STEPS, told, FIXED, fixed[0].place)
     if not self.by_step:
       return GROUP.skipped(STEPS, "the random numbers do not change the update")
-    told = "the next step, from the same weights on the same rows, gives another"
-    return GROUP.passed(STEPS, told)
+    return GROUP.passed(STEPS, "the next step, from the same weights on the same rows")
 
   def _between_replicas(self) -> Result:
     if not self.by_step or self.watched.all_fixed:
@@ -136,8 +136,7 @@ class Steps:
     if not self._for_rows() or self._as_on_one():
       return GROUP.skipped(REPLICAS, "no numbers are drawn for each row")
     told = "two replicas draw the same numbers on their rows"
-    own = [draw for draw in self.watched.draws if not draw.by_keras]
-    place = self._place(own, "seed", "stateless_")
+    place = self._place(self.watched.own)
     return GROUP.failed(REPLICAS, told, "a seed without the replica", place)
 
   def _as_on_one(self) -> bool:
@@ -168,11 +167,9 @@ class Steps:
     quiet = Bench(self.bench.subject, 2, rows=2 * self.rows, optimizer=bench.gradient_descent)
     if not self._same(*(quiet.steps_from(self._start, each) for each in (own, other))):
       return GROUP.skipped(name, "nor do rows without random numbers: see the group 'replicas'")
-    drawn = [draw for draw in self.watched.draws if not draw.by_keras]
-    told = f"rows of weight 0 change the step{random_draws.listed(drawn)}"
-    place = source_lines.mention(self.task, *MIXED.containing)
-    place = place or self._place(drawn, "stateless_", "argsort")
-    return GROUP.explained(name, told, MIXED, place)
+    told = f"rows of weight 0 change the step{random_draws.listed(self.watched.own)}"
+    place = self._place(self.watched.own)
+    return GROUP.failed(name, told, "examples that depend on one another", place)
 
   def _with_other_padding(self) -> tuple[Rows, Rows]:
     """Returns a batch with rows of weight 0 on each replica, and with other contents in them."""
@@ -217,8 +214,9 @@ class Steps:
     return self._without_training(name, told)
 
   def _without_training(self, name: str, told: str) -> Result:
-    place = source_lines.find(self.task, *METHODS, containing=TRAINING.containing)
-    return GROUP.explained(name, told, TRAINING, place)
+    calls = [call for part in models.parts(self.task.model) for call in self._calls.of(part)]
+    places = (source_lines.of_frames(call.frames, self.task) for call in calls)
+    return GROUP.failed(name, told, TRAINING, next(filter(None, places), ""))
 
   def evaluation(self) -> Result:
     """Checks that the same batch gives the same metrics when evaluated twice."""
@@ -236,22 +234,26 @@ class Steps:
     evaluator = configurables.configured(Evaluator)(
       task=self.task, strategy=self.bench.strategy, dataset=tf.data.Dataset.from_tensors(rows)
     )
-    with random_draws.watch(self.task) as watched:
+    with (
+      random_draws.watch(self.task) as watched,
+      recorded_step.traced(lambda kind: kind.startswith("Assign")) as assigned,
+    ):
       once = numbers(evaluator.evaluate())
     twice = numbers(evaluator.evaluate())
     different = [key for key in once if not _close(once[key], twice[key])]
     if not different:
       return GROUP.passed(name, f"the same {', '.join(once)} again")
     key = different[0]
+    told = f"{key} is {once[key]:.6g}, and {twice[key]:.6g} for the same batch again"
     stateful = [draw for draw in watched.stateful if not draw.by_keras]
     by_layer = any(draw.by_keras for draw in watched.draws)
-    own = STATEFUL if watched.draws else UNSTEADY
-    found = DROPOUT if by_layer or (self._random_layers and not stateful) else own
-    words = (".assign", "time.") if found is UNSTEADY else ("training=True", "dropout")
-    drawn, methods = stateful or watched.draws, ("forward", "eval_step")
-    place = random_draws.place(self.task, drawn, methods, words)
-    told = f"{key} is {once[key]:.6g}, and {twice[key]:.6g} for the same batch again"
-    return GROUP.failed(name, told, found, place)
+    if by_layer or (self._random_layers and not stateful):
+      return GROUP.failed(name, told, DROPOUT, self._place(stateful or watched.draws, "forward"))
+    if watched.draws:
+      return GROUP.failed(name, told, STATEFUL, self._place(stateful or watched.draws))
+    places = (source_lines.of_operation(op, self.task) for op in assigned)
+    place = next(filter(None, places), "") or self._place([], "forward", "eval_step")
+    return GROUP.failed(name, told, UNSTEADY, place)
 
   def _step(
     self, step: int, *, apart: bool = True, moved: int = 0, batch: Rows | None = None
@@ -271,8 +273,10 @@ class Steps:
           return False
     return all(_close(value, other.metrics[key]) for key, value in one.metrics.items())
 
-  def _place(self, found: list[Draw], *words: str) -> str:
-    return random_draws.place(self.task, found, METHODS, words)
+  def _place(self, found: list[Draw], *methods: str) -> str:
+    """Returns the line of the first draw, or if there is none, that of a method."""
+    known = (*methods, "train_step", "training_loss", "loss")
+    return found[0].place if found else source_lines.method(self.task, *known)
 
 
 def _close(one: float, other: float) -> bool:

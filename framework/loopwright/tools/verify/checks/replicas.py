@@ -18,16 +18,14 @@ import numpy as np
 
 from loopwright.models import models
 from loopwright.tools.verify.bench import explanations as known
-from loopwright.tools.verify.bench import held_state, layer_calls, source_lines
+from loopwright.tools.verify.bench import layer_calls, random_draws, recorded_step, source_lines
 from loopwright.tools.verify.bench.bench import PLAIN, Bench, Outcome, Subject
-from loopwright.tools.verify.bench.comparison import LEAST, METHODS, Comparison, Difference
+from loopwright.tools.verify.bench.comparison import LEAST, Comparison, Difference
 from loopwright.tools.verify.bench.explanations import PREDICTIONS, fits, weighted_mean
-from loopwright.tools.verify.bench.held_state import Held
 from loopwright.tools.verify.checks import order, own_optimizer, padding
-from loopwright.tools.verify.report import Explanation, Group, Result
+from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("replicas")
-RESULTS = ("result(", "reduce_mean", "log(")
 
 
 def check(subject: Subject) -> list[Result]:
@@ -38,7 +36,7 @@ def check(subject: Subject) -> list[Result]:
     return results  # steps that do not repeat cannot be compared
   updates = [result for n in (2, 3) for result in same_update(compared, n)]
   results += updates
-  if any(result.cause == known.NEVER_REDUCED.cause for result in updates):
+  if any(result.cause == known.NEVER_REDUCED for result in updates):
     return results  # what follows repeats it in other words
   alike = not any(result.status == "failed" and "metrics" not in result.check for result in updates)
   return [*results, *own_optimizer.same_with_options(compared, alike=alike)]
@@ -48,25 +46,16 @@ def same_update(of: Comparison, replicas: int) -> Iterator[Result]:
   """Compares each case on N replicas with one replica; yields what differs first."""
   name = f"same update on {replicas} replicas"
   here = Bench(of.subject, replicas, rows=of.rows, **PLAIN)
-  held = held_state.held(here.task)
   outcomes = of.outcomes(here)
-  counted = _counted(held, held_state.held(here.task))
   found = of.differences(outcomes, of.state)
   case = max(found, key=lambda case: found[case].worst)
   drift = max(_drift(outcome, here.trainable) for outcome in outcomes.values())
-  values = {case: difference.worst for case, difference in found.items()}
   if found[case].worst > of.tolerance or drift > 0:
     wrong = _wrong(of, found.values())
-    why, place = _explain(of, replicas, outcomes, wrong, drift, counted)
-    owners = dict.fromkeys(o for o, w in zip(of.alone.by_optimizer, wrong, strict=True) if w)
-    several = len(of.alone.trainer.parts.optimizers) > 1
     told = f"{case}: {found[case].detail}"
-    told += f"; replicas differ by {drift:.1e}" if drift else ""
-    told += f"; optimizer: {', '.join(owners)}" if several else ""
-    yield GROUP.explained(name, told, why, place or of.find(why), values=values)
+    yield GROUP.failed(name, told, *_explain(of, replicas, outcomes, wrong, drift))
     return
-  told = f"full, uneven and weighted batch: relative difference {found[case].worst:.1e} "
-  yield GROUP.passed(name, f"{told}(rounding: up to {of.tolerance:.0e})", values=values)
+  yield GROUP.passed(name, f"relative difference {found[case].worst:.1e}, of {len(found)} batches")
   if of.state:
     yield _same_state(of, f"same state on {replicas} replicas", outcomes)
   metrics = {case: difference.metrics for case, difference in found.items() if difference.metrics}
@@ -84,32 +73,20 @@ def _same_state(of: Comparison, name: str, outcomes: Mapping[str, Outcome]) -> R
   told = f"{case}: {worst.detail}"
   local = [v for layer in layer_calls.normalisations(of.task.model) for v in layer.variables]
   if id(of.alone.variables[worst.first]) in {id(models.raw(v)) for v in local}:
-    return GROUP.explained(name, told, known.BATCH_NORM, of.find(known.BATCH_NORM))
-  assigned = ("assign", of.alone.names[worst.first])
-  made = [call.place for call in of.calls if (call.verb, call.what) == assigned]
-  other = source_lines.find(of.task, *METHODS, containing=(".assign",), anywhere=True)
-  return GROUP.explained(name, told, known.LOCAL_STATE, next(iter(made), other))
+    return GROUP.failed(name, told, *_normalised(of))
+  return GROUP.failed(name, told, known.LOCAL_STATE, of.assigned_at(worst.first))
 
 
 def _metrics(of: Comparison, name: str, wrong: Mapping[str, str]) -> Result:
   if not wrong:
     return GROUP.passed(name, ", ".join(sorted(of.reference["full batch"].metrics)))
   case, detail = next(iter(wrong.items()))
-  if place := _ranked(of, wrong):
-    return GROUP.explained(name, f"{case}: {detail}", known.COUPLED, place)
-  place = source_lines.find(of.task, "metrics", "train_step", containing=RESULTS)
+  # a mean of the means of equal parts is right, so in a full batch the metric compares rows
+  equal = len(set(of.batch["weight"].tolist())) == 1
+  if "full batch" in wrong and equal and of.meeting.place:
+    return GROUP.failed(name, f"{case}: {detail}", known.COUPLED, of.meeting.place)
+  place = of.metric_place(detail)
   return GROUP.failed(name, f"{case}: {detail}", "metric read in replica context", place)
-
-
-def _ranked(of: Comparison, wrong: Mapping[str, str]) -> str:
-  """Returns the line where a metric compares rows; "" if it is a mean of means, or read there.
-
-  A mean of the means of equal parts is right.
-  """
-  weights = set(of.batch["weight"].tolist())
-  if "full batch" not in wrong or len(weights) > 1 or source_lines.mention(of.task, "result("):
-    return ""
-  return of.meeting.place
 
 
 def _wrong(of: Comparison, found: Iterable[Difference]) -> list[bool]:
@@ -126,47 +103,47 @@ def _wrong(of: Comparison, found: Iterable[Difference]) -> list[bool]:
 
 def _explain(
   of: Comparison, replicas: int, outcomes: Mapping[str, Outcome], wrong: Sequence[bool],
-  drift: float, counted: str,
-) -> tuple[Explanation, str]:  # fmt: skip
-  """Returns why the update differs, in the `wrong` variables, and the line if it is known."""
+  drift: float,
+) -> tuple[str, str]:  # fmt: skip
+  """Returns the cause and the place of an update that differs, in the `wrong` variables."""
   if of.difference(of.again, of.reference["full batch"]).worst > LEAST:
-    return known.STATEFUL, ""
+    return random_draws.STATEFUL, of.unsteady().get(random_draws.STATEFUL, "")
   if of.retraced().worst > of.tolerance:
-    return known.TRACED_VALUE, ""
+    return known.PYTHON_VALUE, of.constant_place()
   mistake = order.wrong_update(of.calls)
   if mistake and mistake[0] in (known.NEVER_REDUCED, known.LOCAL_OFFSETS, known.LOCAL_WEIGHT):
-    return mistake[0], mistake[1].place
-  parts = of.parts_of_cases(replicas, wrong)
-  seen, whole = of.updates(outcomes, wrong), of.updates(of.reference, wrong)
+    return mistake
+  seen, whole, parts = of.predicted(outcomes, replicas, wrong)
   if drift and all(
     fits(of.flat(outcomes[case], wrong, replica), part)
     for case in outcomes
     for replica, (part, weight) in enumerate(parts[case])
     if weight
   ):
-    return known.NEVER_REDUCED, ""
+    return known.NEVER_REDUCED, of.verb_place("apply")
   micro_batches = of.subject.accumulation_steps > 1
   if any(models.locally_normalised(of.task.model)) or (
     micro_batches and layer_calls.normalisations(of.task.model)
   ):
-    return known.BATCH_NORM, ""
-  for explanation, predict in PREDICTIONS:
+    return _normalised(of)
+  for cause, predict in PREDICTIONS:
     if all(fits(seen[case], predict(whole[case], parts[case])) for case in seen):
-      by_factor = explanation in (known.TWICE, known.LOCAL_BATCH) and not mistake
-      place = source_lines.mention(of.task, "num_replicas") if by_factor else ""
-      return (known.REPLICA_FACTOR, place) if place else (explanation, "")
+      by_factor = cause in (known.TWICE, known.LOCAL_BATCH) and not mistake
+      if place := own_optimizer.reads_replicas(of) if by_factor else "":
+        return known.REPLICA_FACTOR, place
+      twice = of.verb_place("all_reduce", recorded_step.OWN)
+      return cause, twice if cause == known.TWICE else of.loss_place()
   if of.has_penalty(seen, whole):
-    return known.REGULARISATION, ""
-  if mistake:
-    return mistake[0], mistake[1].place
-  additive = all(fits(whole[case], weighted_mean(parts[case])) for case in whole)
-  if of.blamed is not None:
-    return of.blamed, ""
-  if not additive or of.meeting.place:
-    return of.coupling(), ""
-  if counted:
-    return known.PYTHON_VALUE, source_lines.change(of.task, counted)
+    return "regularisation counted N times", of.loss_place()
+  if mistake or of.blamed:
+    return mistake or of.blamed or ("", "")
+  if of.meeting.place or not all(fits(whole[c], weighted_mean(parts[c])) for c in whole):
+    return of.coupling()
   return known.UNKNOWN, ""
+
+
+def _normalised(of: Comparison) -> tuple[str, str]:
+  return known.BATCH_NORM, source_lines.method(of.task, "build_model")
 
 
 def _drift(outcome: Outcome, trainable: Sequence[bool]) -> float:
@@ -178,12 +155,3 @@ def _drift(outcome: Outcome, trainable: Sequence[bool]) -> float:
     for copy in copies[1:]
   ]
   return float(max(apart, default=0.0))
-
-
-def _counted(before: Mapping[str, Held], after: Mapping[str, Held]) -> str:
-  """Returns an attribute of the task that held another Python value before; "" if none did."""
-  for name, now in after.items():
-    then = before.get(name)
-    if now.kind == "Python value" and (then is None or then.value != now.value):
-      return now.attribute
-  return ""
