@@ -27,7 +27,7 @@ DEFECTS = {
   "FirstPart": (mesh.UPDATE, mesh.ONE_PART, "[:rows]"),
   "MeanOfParts": (mesh.UPDATE, mesh.OF_PARTS, "tf.reduce_mean(means)"),
   "StatisticsOfParts": (mesh.UPDATE, mesh.OF_PARTS, "Loss.from_examples("),
-  "PenaltyOfDevices": (mesh.UPDATE, mesh.PENALTY, "l2_loss"),
+  "PenaltyOfDevices": (mesh.UPDATE, mesh.PENALTY, "penalty * shares()"),
   "LostUpdate": (mesh.UPDATE, mesh.LOST, "def train_step"),
   "NoiseOfParts": (mesh.NOISE, mesh.NUMBERS, "tf.random."),
   "MeanOfOnePart": (mesh.STATE, mesh.PART_STATE, ".assign("),

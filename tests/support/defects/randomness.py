@@ -106,7 +106,7 @@ class AlwaysTraining(Dropout):
 @defect(
   {"evaluation draws nothing": "evaluation depends on something else than its batch"},
   "for the same batch again",
-  ".assign_add(",
+  "def forward",
 )
 class CountsInEvaluation(Right):
   """It has no random layer, so dropout is not the cause."""

@@ -53,7 +53,7 @@ class NeverReduced(Written):
     return step.unscale(gradients, local), local
 
 
-@defect(ON_THREE, "reduced twice", WRITTEN)
+@defect(ON_THREE, "reduced twice", "reduced")
 class ReducedTwice(Written):
   def reduced(self, step, gradients, local):
     gradients, loss = super().reduced(step, gradients, local)

@@ -7,7 +7,7 @@ import dataclasses
 import random
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -158,11 +158,6 @@ def watch(owner: Any) -> Iterator[Watched]:
   watched.in_python |= _states(owner) != before
   after = (source_lines.of_operation(op, owner) for op in seen if not is_random(op.type))
   watched.python_place = watched.python_place or next(filter(None, after), "")
-
-
-def place(owner: Any, found: list[Draw], methods: Sequence[str], words: Sequence[str]) -> str:
-  """Returns the line of the first draw, or if there is none, one with some words."""
-  return found[0].place if found else source_lines.find(owner, *methods, containing=words)
 
 
 def listed(found: list[Draw]) -> str:

@@ -65,9 +65,9 @@ def same_with_options(of: Comparison, *, alike: bool) -> Iterator[Result]:
     yield GROUP.skipped(SAME, "a single step differs; fix that first")
   elif steps.apart.worst > AFTER_STEPS:
     local = [call for call in of.calls if call.local and call.verb == "gradients"]
-    conditions = [(known.LOCAL_CONDITION, call.place) for call in local]
-    found = next(iter([*conditions, *order.mistakes(of.calls)]), (known.UNKNOWN, ""))
-    yield GROUP.failed(SAME, f"with {', '.join(options)}: {steps.apart.detail}", *found)
+    found = (known.LOCAL_CONDITION, local[0].place) if local else order.wrong_update(of.calls)
+    told = f"with {', '.join(options)}: {steps.apart.detail}"
+    yield GROUP.failed(SAME, told, *(found or (known.UNKNOWN, "")))
     if local:
       return
   else:
