@@ -65,7 +65,7 @@ def test_what_cannot_learn_is_shown(name):
 
 
 @pytest.mark.parametrize(
-  "name", ["Classes", "Clipped", "SameInputs", "Bound", "TwiceSoftmax", "TwiceSigmoid", "Blind"]
+  "name", ["Classes", "Clipped", "SameInputs", "Bound", "TwiceSoftmax", "Blind"]
 )
 @pytest.mark.fast(name=["Classes"])
 def test_how_far_a_loss_falls_is_a_note(name):
@@ -93,7 +93,7 @@ def test_what_is_frozen_by_zeros_must_not_decay(task, decay, causes):
   adam = functools.partial(keras.optimizers.AdamW, weight_decay=decay)
   found = failures(gradients.check(small.subject(getattr(bad_gradients, task), optimizer=adam)))
   assert [result.cause for result in found] == causes
-  where = small.place(bad_gradients.Frozen, "zeros_like")
+  where = small.place(small.Written, "step.apply")
   assert [result.place for result in found] == [where] * len(causes)
 
 
@@ -153,14 +153,11 @@ def test_gradients_that_are_stopped_on_purpose_are_no_failure():
   assert accused(results) == []
 
 
-def test_a_penalty_may_be_shown():
-  assert not failures(gradients.check(small.subject(bad_gradients.DecaysOnce)))
-
-
-def test_a_sparse_gradient_is_shown_with_its_size():
-  results = gradients.check(small.subject(bad_gradients.Embedded))
+@pytest.mark.parametrize("name", ["DecaysOnce", "Embedded"])
+def test_a_penalty_may_be_shown_and_a_gradient_sparse(name):
+  results = gradients.check(small.subject(getattr(bad_gradients, name)))
   assert accused(results) == []
-  assert f"{50 * 4 * 4} bytes" in small.found(results, "sparse gradients").detail
+  assert small.found(results, "finite differences").status == "passed"
 
 
 @pytest.mark.whole

@@ -10,7 +10,6 @@ from defects.small import accused, failures, line_of, subject
 
 from loopwright.tools import verify
 from loopwright.tools.verify.bench.comparison import Comparison
-from loopwright.tools.verify.bench.explanations import PADDING
 from loopwright.tools.verify.checks import (
   compilation,
   gradients,
@@ -60,7 +59,7 @@ DEFECTS = {
   "LossOfKeras": ("replicas", "padding counts", "Loss(squares"),
   "MaskedMean": ("replicas", "mean of means", "divide_no_nan"),
   "MaskedMeanOfRows": ("replicas", "loss divided by a local count", "divide_no_nan"),
-  "MeanOfPenalties": ("replicas", PADDING, "reduce_mean"),
+  "MeanOfPenalties": ("replicas", "padding counts", "reduce_mean"),
   "RootOfMean": ("replicas", MIXED, "Loss.from_examples"),
   "FlatShift": ("replicas", "rows run into one another", "x[1:]"),
   "WrongPlaces": ("replicas", MIXED, "replica_id()"),
@@ -70,10 +69,7 @@ DEFECTS = {
   "FollowsFrozen": ("order", "average of what never changes", "step.assign"),
   "LeavesOutStatistics": ("gradients", "average that leaves out variables", "step.assign"),
   "DividedByReplicas": ("replicas", "loss scaled by the number of replicas", "num_replicas"),
-  "Advantages": ("replicas", MIXED, "reduce_mean"),
   "Broadcast": ("replicas", MIXED, "reduce_mean"),
-  "HardExamples": ("replicas", MIXED, "top_k"),
-  "RareInBatch": ("replicas", MIXED, "[None, :]"),
   "Accumulated": ("replicas", "batch-norm statistics", "def build_model"),
   "OneOfThree": ("replicas order", "never reduced", "step.apply"),
   "ClippedByHand": ("replicas order", CLIPPED, "step.all_reduce"),

@@ -62,13 +62,13 @@ CHECKS = {
   WHOLE: inputs.check,
 }  # fmt: skip
 WRONG = {
-  TWICE: ("SharedByTwo", "SharedByThree", "SharedScale", "SharedByVerbs", "SharedWithPenalty"),
+  TWICE: ("SharedByTwo", "SharedByThree", "SharedScale", "SharedByVerbs"),
   TRAINED: ("KeyTrained", "TeacherTrained", "TargetTrained", "TrainedBySecond", "TrainedLast"),
   LOST: (
     "LostBeforePool", "LostBeforeRecurrent", "LostByConvolution", "LostEarlier", "LostBothWays",
   ),
   WHOLE: (
-    "WholeTable", "WholeInGraph", "WholeInSource", "WholeInPreprocess", "WholeOneByOne",
+    "WholeTable", "WholeInGraph", "WholeInSource", "WholeInPreprocess",
   ),
 }  # fmt: skip
 RIGHT = {

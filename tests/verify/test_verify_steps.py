@@ -1,5 +1,7 @@
 """Models, losses and rates of people's own: mistakes are named with their line, others pass."""
 
+import dataclasses
+
 import keras
 import pytest
 from defects import small, steps
@@ -19,7 +21,7 @@ from loopwright.tools.verify.report import Result
 
 SEVERAL = {"LogsOne": ("slow", "fast"), "Forgotten": ("first", "last")}
 IN_MODEL = "every variable is in the model"
-OWNED, READS = "every variable has an optimizer", "what the loss depends on"
+OWNED = "every variable has an optimizer"
 
 
 def subject_of(task, **options):
@@ -72,25 +74,17 @@ def test_a_gradient_that_is_replaced_on_purpose_is_no_failure(task, words):
   assert f"replaces a gradient ({place(task, words)}) on purpose" in compared.detail
 
 
-@pytest.mark.parametrize(
-  ("task", "calls"),
-  [
-    (steps.Bootstrapped, "2 calls, gradient through 2; a target needs tf.stop_gradient"),
-    (steps.Detached, "2 calls, gradient through 1"),
-  ],
-)
-def test_calls_through_which_no_gradient_passes_are_counted(task, calls):
+@pytest.mark.parametrize("task", [steps.Bootstrapped, steps.Detached])
+def test_a_loss_may_call_its_network_twice(task):
   results = gradients.check(subject_of(task))
   assert accused(results) == []
-  told = found(results, READS).detail
-  assert calls in told
-  assert ("tf.stop_gradient" in told) == ("through 2" in calls)
+  assert found(results, "every variable has a gradient").status == "passed"
 
 
 def test_a_step_may_log_one_of_its_two_optimizers():
-  results = precision.check(subject_of(steps.LogsOne))
-  assert [each.check for each in results] == ["gradient in float16", "gradient in bfloat16"]
-  assert {each.status for each in results} == {"passed"}
+  subject = dataclasses.replace(subject_of(steps.LogsOne), precision="mixed_float16")
+  [result] = precision.check(subject)
+  assert result.status == "passed"
 
 
 # ---- Rates

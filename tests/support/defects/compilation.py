@@ -22,29 +22,17 @@ class Alternating(sound.Regression):
     return Loss.from_examples(tf.abs(error) if self.steps % 2 else error**2, batch["weight"])
 
 
-class Decaying(sound.Regression):
-  """A coefficient that Python lets decay."""
-
-  def __init__(self):
-    self.options = {"strength": 0.1}
-
-  def regularization(self):
-    self.options["strength"] *= 0.99
-    return self.options["strength"] * tf.nn.l2_loss(self.model.trainable_variables[0])
-
-
 class Counted(sound.Regression):
   """A tf.function that gets a Python number of calls."""
 
   calls = 0
 
-  @tf.function
   def scaled(self, x, calls):
     return x / (calls + 1)
 
   def forward(self, batch, training):
     self.calls += 1
-    return self.model(self.scaled(batch["x"], self.calls), training=training)[:, 0]
+    return self.model(tf.function(self.scaled)(batch["x"], self.calls), training=training)[:, 0]
 
 
 class Drawn(sound.Regression):

@@ -68,11 +68,12 @@ class HardCodes(Small):
     return super().errors(outputs, batch) + self.commitment
 
 
-@defect("no gradient is zero", "zero gradient", "hidden")
+@defect("no gradient is zero", "zero gradient", "build_model")
 class DeadReLU(Small):
-  def hidden(self):
+  def build_model(self):
     off = keras.initializers.Constant(-99.0)
-    return [keras.layers.Dense(4, activation="relu", bias_initializer=off)]
+    hidden = keras.layers.Dense(4, activation="relu", bias_initializer=off)
+    return keras.Sequential([keras.Input([FEATURES]), hidden, keras.layers.Dense(1)])
 
 
 @defect("gradients are finite", "non-finite gradient", "errors")

@@ -88,12 +88,6 @@ class TwiceSoftmax(Classes):
     return super().errors(tf.nn.softmax(outputs), batch)
 
 
-class TwiceSigmoid(Small):
-  def errors(self, outputs, batch):
-    positive = tf.cast(batch["y"] > 0, tf.float32)
-    return tf.nn.sigmoid_cross_entropy_with_logits(positive, tf.sigmoid(outputs))
-
-
 class Blind(Classes):
   """The outputs are the same for all examples: their gradients vanish only in the sum."""
 

@@ -197,15 +197,6 @@ class DividedByReplicas(Small):
     return Loss(total / tf.distribute.get_strategy().num_replicas_in_sync, weight)
 
 
-class Advantages(Small):
-  """Returns normalised over the batch of this replica."""
-
-  def errors(self, outputs, batch):
-    centred = batch["y"] - tf.reduce_mean(batch["y"])
-    advantage = centred / (tf.math.reduce_std(batch["y"]) + 1e-6)
-    return -advantage * tf.math.log_sigmoid(outputs)
-
-
 class Broadcast(Small):
   """[n, 1] minus [n] is [n, n]."""
 
@@ -217,22 +208,6 @@ class Broadcast(Small):
 
   def metrics(self, outputs, batch):
     return {}
-
-
-class HardExamples(Small):
-  """The three of this replica's examples with the largest errors."""
-
-  def loss(self, outputs, batch):
-    errors = self.errors(outputs, batch) * batch["weight"]
-    return Loss(tf.reduce_sum(tf.math.top_k(errors, k=3).values), tf.reduce_sum(batch["weight"]))
-
-
-class RareInBatch(Classes):
-  """Weights of classes by their number in the batch of this replica."""
-
-  def errors(self, outputs, batch):
-    same = tf.cast(batch["label"][:, None] == batch["label"][None, :], tf.float32)
-    return super().errors(outputs, batch) / tf.reduce_sum(same, axis=1)
 
 
 class Accumulated(kinds.BatchNorm):

@@ -158,8 +158,11 @@ class SharedByTwo(Small):
     step.log({"loss": tuple(self.part_loss(batch, "a"))})
 
 
-class SharedByThree(SharedByTwo):
-  names = ("a", "b", "c")
+def shared(**changes):
+  return type("Shared", (SharedByTwo,), changes)
+
+
+SharedByThree = shared(names=("a", "b", "c"))
 
 
 class SharedScale(SharedByTwo):
@@ -192,20 +195,8 @@ class SharedByVerbs(SharedByTwo):
       step.log_update(loss, finite, norm, name)
 
 
-class SharedWithPenalty(SharedByTwo):
-  """The second loss is only a penalty of the body."""
-
-  def part_loss(self, batch, name):
-    found = super().part_loss(batch, name)
-    weights = self.model["body"].trainable_variables[0]
-    return found.plus_regularization(0.1 * tf.reduce_sum(tf.square(weights)))
-
-
-class TakeTurns(SharedByTwo):
-  """Right: each step updates the body once."""
-
-  def when(self, step, number):
-    return step.number % 2 == number
+# Right: each step updates the body once.
+TakeTurns = shared(when=lambda self, step, number: step.number % 2 == number)
 
 
 class StopsAtBody(SharedByTwo):
@@ -360,18 +351,13 @@ class Mutual(TeacherTrained):
       step.assign(other, 0.9 * other + 0.1 * one)
 
 
-class ClipsWeights(TeacherTrained):
-  """Right: what is trained is kept within bounds."""
-
-  def follow(self, slow, fast):
-    return tf.clip_by_value(slow, -0.3, 0.3)
+def followed(by):
+  return type("Followed", (TeacherTrained,), {"follow": lambda self, slow, fast: by(slow)})
 
 
-class Shrinks(TeacherTrained):
-  """Right: what is trained decays by itself."""
-
-  def follow(self, slow, fast):
-    return 0.99 * tf.convert_to_tensor(slow)
+# Right: what is trained is kept within bounds, or decays by itself.
+ClipsWeights = followed(lambda slow: tf.clip_by_value(slow, -0.3, 0.3))
+Shrinks = followed(lambda slow: 0.99 * tf.convert_to_tensor(slow))
 
 
 # ---- Masks of Keras
@@ -413,55 +399,23 @@ class LostBeforePool(Small):
     return ArraySource(features={"x": words * (places if self.padded else 1), "y": y})
 
 
-class LostBeforeRecurrent(LostBeforePool):
-  def between(self):
-    return [Positions(), keras.layers.GRU(4)]
+def lost(*between):
+  made = lambda self: [layer() for layer in between]  # noqa: E731
+  return type("Lost", (LostBeforePool,), {"between": made})
 
 
-class LostByConvolution(LostBeforePool):
-  def between(self):
-    convolution = keras.layers.Conv1D(4, 3, padding="same")
-    return [convolution, keras.layers.GlobalAveragePooling1D()]
-
-
-class LostEarlier(LostBeforePool):
-  """Layers between pass on what they have, which is no mask any more."""
-
-  def between(self):
-    passing = keras.layers.Dense(5), keras.layers.LayerNormalization()
-    return [Positions(), *passing, keras.layers.GlobalAveragePooling1D()]
-
-
-class LostBothWays(LostBeforePool):
-  def between(self):
-    return [Positions(), keras.layers.Bidirectional(keras.layers.SimpleRNN(3))]
-
-
-class Kept(LostBeforePool):
-  """Right: the layer passes the mask on."""
-
-  def between(self):
-    return [PositionsOfMasked(), keras.layers.GlobalAveragePooling1D()]
-
-
-class NoPadding(LostBeforePool):
-  """Right: no word is padding."""
-
-  padded = False
-
-
-class OfTheLargest(LostBeforePool):
-  """Right: what follows has no use for a mask."""
-
-  def between(self):
-    return [Positions(), keras.layers.GlobalMaxPooling1D()]
-
-
-class Flat(LostBeforePool):
-  """Right: each place has its own weights."""
-
-  def between(self):
-    return [Positions(), keras.layers.Flatten()]
+layers = keras.layers
+pool = layers.GlobalAveragePooling1D
+LostBeforeRecurrent = lost(Positions, lambda: layers.GRU(4))
+LostByConvolution = lost(lambda: layers.Conv1D(4, 3, padding="same"), pool)
+# Layers between pass on what they have, which is no mask any more.
+LostEarlier = lost(Positions, lambda: layers.Dense(5), layers.LayerNormalization, pool)
+LostBothWays = lost(Positions, lambda: layers.Bidirectional(layers.SimpleRNN(3)))
+# Right: the mask is passed on; no word is padding; what follows has no use for a mask.
+Kept = lost(PositionsOfMasked, pool)
+NoPadding = type("NoPadding", (LostBeforePool,), {"padded": False})
+OfTheLargest = lost(Positions, layers.GlobalMaxPooling1D)
+Flat = lost(Positions, layers.Flatten)
 
 
 class Given(LostBeforePool):
@@ -484,8 +438,10 @@ class WholeTable(Small):
     return np.random.default_rng(len(split)).choice(4, 160, p=[0.55, 0.25, 0.15, 0.05])
 
   def balance(self):
-    counts = np.bincount(self.labels("train"), minlength=4)
-    return (counts.sum() // (4 * counts)).astype(np.float32)
+    return self.of_counts(np.bincount(self.labels("train"), minlength=4)).astype(np.float32)
+
+  def of_counts(self, counts):
+    return counts.sum() // (4 * counts)
 
   def build_model(self):
     return network([FEATURES], keras.layers.Dense(4))
@@ -537,45 +493,14 @@ class WholeInPreprocess(WholeTable):
     return tf.ones_like(batch["weight"])
 
 
-class WholeOneByOne(WholeTable):
-  """Written by hand, for one-hot labels."""
-
-  def of_rows(self, batch):
-    return tf.reduce_sum(tf.one_hot(batch["y"], 4) * self.balance(), axis=1)
+def balanced(by):
+  return type("Balances", (WholeTable,), {"of_counts": lambda self, counts: by(counts)})
 
 
-class Balanced(WholeTable):
-  """Right: numbers, no whole ones."""
-
-  def balance(self):
-    counts = np.bincount(self.labels("train"), minlength=4)
-    return (counts.sum() / (4 * counts)).astype(np.float32)
-
-
-class IgnoresCommon(WholeTable):
-  """Right: whole numbers that somebody has chosen; the common class is none to learn."""
-
-  def balance(self):
-    return np.array([0, 1, 2, 4], np.float32)
-
-
-class AtLeastOnce(WholeTable):
-  """Right: each class counts."""
-
-  def balance(self):
-    return np.maximum(super().balance(), 1)
-
-
-class RoundedUp(WholeTable):
-  """Right: whole numbers, of which none is 0."""
-
-  def balance(self):
-    counts = np.bincount(self.labels("train"), minlength=4)
-    return (-(-counts.sum() // (4 * counts))).astype(np.float32)
-
-
-class Unlabelled(WholeTable):
-  """Right: class 0 stands for no label."""
-
-  def balance(self):
-    return np.array([0, 1, 1, 1], np.float32)
+# Right: no whole numbers; some that somebody has chosen; each class counts; rounded up; class 0
+# stands for no label.
+Balanced = balanced(lambda counts: counts.sum() / (4 * counts))
+IgnoresCommon = balanced(lambda counts: np.array([0, 1, 2, 4]))
+AtLeastOnce = balanced(lambda counts: np.maximum(counts.sum() // (4 * counts), 1))
+RoundedUp = balanced(lambda counts: -(-counts.sum() // (4 * counts)))
+Unlabelled = balanced(lambda counts: np.array([0, 1, 1, 1]))

@@ -1,7 +1,5 @@
 """State that no checkpoint holds, and models and data that are others after a restart."""
 
-import os
-
 import keras
 import numpy as np
 import sound
@@ -96,16 +94,12 @@ class Late(sound.Regression):
 class Vocabulary(sound.Words):
   """A vocabulary that each start adds to."""
 
-  def __init__(self, folder):
-    self.folder = folder
+  words = list(range(11))
 
   def build_model(self):
-    file = os.path.join(self.folder, "vocabulary.txt")
-    with open(file, "a") as words:
-      words.write("word\n")
-    with open(file) as words:
-      size = 11 + len(words.readlines())
-    return network([5], keras.layers.Embedding(size, 4), keras.layers.GRU(4), keras.layers.Dense(1))
+    self.words.append(len(self.words))
+    layers = keras.layers
+    return network([5], layers.Embedding(len(self.words), 4), layers.GRU(4), layers.Dense(1))
 
 
 class Augmented(sound.Regression):

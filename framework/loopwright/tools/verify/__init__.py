@@ -18,7 +18,6 @@ bench/ has the tools of the checks:
     longer_rows.py    the same examples, padded further
     documents.py      rows of a source with one document, or the padding, changed
     per_token.py      what a task computes for each token, and where tokens meet
-    finite_differences.py  a gradient beside the change of the loss
     loss_graph.py     where the loss stops, replaces and passes gradients
     harness.py        a Trainer as `run` makes it, with its input, in loops
     shared_noise.py   noise that does not differ between the steps that are compared
@@ -171,20 +170,9 @@ def _checked(group: str, check: Check, subject: Subject) -> list[Result]:
 
 _NO_CAUSE: dict[str, Any] = {"cause": "", "remedy": "", "place": ""}
 _PLACE = re.compile(r" \(([^()]+:\d+, in [^()]+)\)$")
-_RETURNED = {
-  "Loss.": (("loss", "training_loss", "train_step"), ("Loss(",)),
-  "the loss is ": (("loss", "training_loss", "train_step"), ("return ",)),
-  "metric ": (("metrics", "train_step"), ("return ",)),
-  "the metrics ": (("metrics", "train_step"), ("return ",)),
-}
-"""How a refusal of what a method has returned begins -> the methods, and words of their lines."""
-
-
-def _made_in_step(group: str, place: str) -> Result:
-  told = (
-    "this line makes new variables in each call: no optimizer has them, no checkpoint saves them"
-  )
-  return Group(group).failed(consequences.RUNS, told, "variable outside the model", place)
+_LOSS, _METRICS = ("loss", "training_loss", "train_step"), ("metrics", "train_step")
+_RETURNED = {"Loss.": _LOSS, "the loss ": _LOSS, "metric ": _METRICS, "the metrics ": _METRICS}
+"""How a refusal of what a method has returned begins -> the methods."""
 
 
 def _raised(group: str, subject: Subject, error: Exception) -> Result:
@@ -194,15 +182,15 @@ def _raised(group: str, subject: Subject, error: Exception) -> Result:
   if told := _PLACE.search(detail):
     detail, place = detail[: told.start()], told[1]
   detail = detail.replace("_DictWrapper", "dict").replace("ListWrapper", "list")
+  cause = "refused by the framework" if refusal else "exception in the task"
+  if "only supports singleton tf.Variables" in detail:
+    cause = "variable outside the model"
+    detail = "this line makes new variables in each call, which no optimizer has"
   with contextlib.suppress(Exception):  # the task itself may be what fails
     task = subject.fresh_task()
     place = source_lines.qualified(place, task)
-    if detail.startswith("the loss depends on none"):
-      place = source_lines.mention(task, "stop_gradient", "argmax", "round(", "def loss") or place
-    if "only supports singleton tf.Variables" in detail:
-      return _made_in_step(group, place)
-    for beginning, (methods, words) in _RETURNED.items():
-      if detail.startswith(beginning):
-        place = source_lines.find(task, *methods, containing=words, anywhere=True) or place
-  cause = "refused by the framework" if refusal else "exception in the task"
+    for beginning, methods in _RETURNED.items():
+      method = source_lines.method(task, *methods) if detail.startswith(beginning) else ""
+      if method and method.partition(", in ")[2] != place.partition(", in ")[2]:
+        place = method
   return Group(group).failed(consequences.RUNS, detail, cause, place)

@@ -19,29 +19,16 @@ TIMES = ("input_wait_s", "examples_per_second")
 """Metrics that differ in every run."""
 
 
-def make_trainer(
-  subject: Subject,
-  strategy: tf.distribute.Strategy,
-  *,
-  rows: int,
-  task: Task | None = None,
-  **options: Any,
-) -> Trainer:
-  """Builds a trainer in the same order as `run`: the task, then the seed, then the model.
+def make_trainer(subject: Subject, task: Task, strategy: Any, **options: Any) -> Trainer:
+  """Builds a trainer in the same order as `run`: the task, whose model comes last, then the seed.
 
-  Args:
-    subject: what to verify.
-    strategy: the strategy to use.
-    rows: of the global batch.
-    task: with its model not built yet; None makes one.
-    options: of `Trainer`, replace the config's.
+  `options` of `Trainer` replace the config's.
   """
-  made = task or subject.fresh_task()
   randomness.seed_everything(subject.seed)
-
   options = {**subject.options, **options}
+  rows = subject.divisible_rows
   recipe = dataclasses.replace(subject, global_batch_size=rows, one_shape=True, options=options)
-  return recipe.trainer(made, strategy)
+  return recipe.trainer(task, strategy)
 
 
 def train(trainer: Trainer, steps: int) -> dict[str, float]:

@@ -22,9 +22,11 @@ LAYERS = ("Dropout", "GaussianNoise", "Random")
 
 
 class Call(NamedTuple):
-  """A call of a layer: what it got and returned, and the frames, (file, line, function).
+  """A call of a layer, or a read of its losses.
 
   Attributes:
+    inputs, outputs: the tensors that it got and returned.
+    frames: (file, line, function).
     layer: the layer.
     masks: those of Keras that came with what it got.
     args, options: what it got.
@@ -47,7 +49,7 @@ class Call(NamedTuple):
   @property
   def loses_mask(self) -> bool:
     """Whether each row still has its places, but not the mask that came with them."""
-    lost = self.masks and not any(_mask_of(each) is not None for each in self.outputs)
+    lost = self.masks and not _masks(self.outputs)
     alike = self.outputs and self.outputs[0].shape[:2] == self.inputs[0].shape[:2]
     return bool(lost and alike and not self.taking and not hasattr(self.layer, "layers"))
 
@@ -63,46 +65,35 @@ class Calls:
   """The layers that were called, of both Keras generations.
 
   Attributes:
+    every: the calls of layers.
     penalties: reads of the losses of layers.
   """
 
   def __init__(self) -> None:
-    self._in_training: set[int] = set()
-    self._calls: dict[int, list[Call]] = {}
+    self.every: list[Call] = []
     self.penalties: list[Call] = []
 
   def none_in_training(self, model: Model) -> bool:
     """Whether no part of a model was itself called with `training=True`."""
-    return not any(id(part) in self._in_training for part in models.parts(model))
+    calls = [call for part in models.parts(model) for call in self.of(part)]
+    given = (value for c in calls for value in (c.options.get("training"), *c.args[1:]))
+    return not any(value is True for value in given)
 
   def of(self, layer: Layer) -> list[Call]:
     """Returns the calls of a layer."""
-    return self._calls.get(id(layer), [])
+    return [call for call in self.every if call.layer is layer]
 
   def lost_masks(self) -> list[tuple[Call, Call]]:
     """Returns calls that lose a mask, each with a later one that could have used it."""
-    every = [call for calls in self._calls.values() for call in calls]
-    ends = [call for call in every if call.misses_mask]
+    ends = [call for call in self.every if call.misses_mask]
     pairs = []
-    for start in (call for call in every if call.loses_mask):
+    for start in (call for call in self.every if call.loses_mask):
       after = set[str]().union(*map(graphs.computed_from, start.outputs))
       for end in ends:
         alike = end.inputs[0].shape[:2] == start.outputs[0].shape[:2]
         if alike and any(tensor.op.name in after for tensor in end.inputs):
           pairs.append((start, end))
     return pairs
-
-  def note(
-    self, layer: Layer, args: tuple[Any, ...], options: dict[str, Any], masks: Sequence[Any],
-    outputs: Any,
-  ) -> None:  # fmt: skip
-    """Adds a call."""
-    if options.get("training") is True or any(value is True for value in args[1:]):
-      self._in_training.add(id(layer))
-    frames, inputs = source_lines.frames(but=__file__), tf.nest.flatten((args, options))
-    inputs = [*filter(tf.is_tensor, inputs)]
-    made = Call(inputs, tf.nest.flatten(outputs), frames, layer, masks, args, options)
-    self._calls.setdefault(id(layer), []).append(made)
 
 
 @contextlib.contextmanager
@@ -111,10 +102,12 @@ def watch() -> Iterator[Calls]:
   calls = Calls()
 
   def noted(call: Callable[..., Any]) -> Callable[..., Any]:
-    def called(self: Any, *args: Any, **options: Any) -> Any:
-      masks = [*filter(_known, map(_mask_of, tf.nest.flatten((args, options))))]
-      outputs = call(self, *args, **options)
-      calls.note(self, args, options, masks, outputs)
+    def called(layer: Any, *args: Any, **options: Any) -> Any:
+      inputs, frames = tf.nest.flatten((args, options)), source_lines.frames(but=__file__)
+      masks, tensors = _masks(inputs), [*filter(tf.is_tensor, inputs)]
+      outputs = call(layer, *args, **options)
+      made = Call(tensors, tf.nest.flatten(outputs), frames, layer, masks, args, options)
+      calls.every.append(made)
       return outputs
 
     return called
@@ -134,12 +127,9 @@ def watch() -> Iterator[Calls]:
     yield calls
 
 
-def _mask_of(tensor: Any) -> Any:
-  return getattr(tensor, "_keras_mask", None)
-
-
-def _known(value: Any) -> bool:
-  return value is not None
+def _masks(values: Sequence[Any]) -> list[Any]:
+  masks = (getattr(value, "_keras_mask", None) for value in values)
+  return [mask for mask in masks if mask is not None]
 
 
 def normalisations(model: Model, *, trainable: bool = False) -> list[Any]:

@@ -6,8 +6,7 @@ The graph is that of one replica, from a batch to the total loss.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,88 +23,54 @@ STEPWISE = frozenset(
    "Greater", "GreaterEqual", "Less", "LessEqual", "Equal", "NotEqual")
 )  # fmt: skip
 """Operations that pass no gradient: who replaces the gradient of one does so on purpose."""
-_STOPS = STEPWISE | {"StopGradient", "PreventGradient", "Shape", "Size"}
 _TENSORFLOW = tf.__file__.rpartition("/")[0]
 _UNCHANGED = ("ReadVariableOp", "Identity", "Cast")
 _NARROW = (tf.float32, tf.float16, tf.bfloat16)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Calls:
-  """How often a loss calls a part of the model, and through how many calls gradients pass."""
-
-  all: int
-  passing: int
-
-  def __str__(self) -> str:
-    return f"{self.all} {'call' if self.all == 1 else 'calls'}, gradient through {self.passing}"
+LossFn = Callable[[Any], Any]
 
 
 class LossGraph:
   """The graph of a loss; it knows nothing if the loss cannot be traced."""
 
-  def __init__(self, loss_fn: Callable[[Any], Any], batch: Any) -> None:
+  def __init__(self, loss_fn: LossFn, batch: Any, task: Any) -> None:
     """Traces `loss_fn(batch).total` (replica context)."""
-    self.graph, self.traced = func_graph.FuncGraph("none"), False
+    self._task, self._traced, graph = task, False, func_graph.FuncGraph("none")
     with layer_calls.watch() as self._layers, contextlib.suppress(Exception):
       # the eager step says what is wrong
       traced = tf.function(lambda b: loss_fn(b).total, autograph=False)
-      self.graph, self.traced = traced.get_concrete_function(batch).graph, True
-    self._inside = {id(outer): inner for outer, inner in self.graph.captures}
+      graph, self._traced = traced.get_concrete_function(batch).graph, True
+    self._graph, self._operations = graph, [*graphs.operations(graph)]
+    self._inside = {id(outer): inner for outer, inner in graph.captures}
 
   @property
   def stops(self) -> bool:
     """Whether the loss contains a StopGradient, or cannot be traced."""
-    return not self.traced or any(op.type == "StopGradient" for op in self._operations())
+    return not self._traced or any(op.type == "StopGradient" for op in self._operations)
 
   @property
   def is_exact(self) -> bool:
     """Whether it computes only in float64; constants may be float32, as in `tf.nn.silu`."""
-    computed = (op for op in self._operations() if op.type != "Const")
-    narrow = (o.dtype in _NARROW for op in computed for o in op.outputs)
-    return self.traced and not any(narrow)
+    computed = (op for op in self._operations if op.type != "Const")
+    return self._traced and not any(o.dtype in _NARROW for op in computed for o in op.outputs)
 
-  def replaced(self, task: Any, *, on_purpose: bool) -> str:
+  def replaced(self, *, on_purpose: bool) -> str:
     """Returns the first line of the user's with a custom gradient; "" if there is none.
 
     Args:
-      task: whose methods are named.
       on_purpose: True looks for gradients that are surely meant to differ from the function's:
         those of the identity (reversed, scaled or clipped gradients) and of rounding.
     """
-    for operation in self._operations():
-      if operation.type != "IdentityN" or not _has_attr(operation, "_gradient_op_type"):
-        continue
-      place = source_lines.of_operation(operation, task)
-      if place and on_purpose == _is_on_purpose(operation):
-        return place
-    return ""
+    custom = (op for op in self._operations if _is_custom(op) and on_purpose == _is_meant(op))
+    return next(filter(None, (source_lines.of_operation(op, self._task) for op in custom)), "")
 
-  def calls(self, model: Model) -> dict[str, Calls]:
-    """Returns how the loss uses each part of a model: its name -> calls, except parts not used.
-
-    A part is called as often as the least of its variables is read: penalties read kernels alone.
-    """
-    reached, passing = (behind(self.graph.outputs, stops) for stops in (frozenset(), _STOPS))
-    found = {}
-    for name, part in parts_by_name(model):
-      counted = []
-      for variable in models.all_variables(part):
-        reads = [op for handle in self._handle(variable) for op in handle.consumers()]
-        counted.append([sum(op.name in ops for op in reads) for ops in (reached, passing)])
-      used = [both for both in counted if both[0]]
-      if used:
-        each = min(count for count, _ in used), min(count for _, count in used)
-        found[name] = Calls(all=each[0], passing=each[1])
-    return found
-
-  def counted_twice(self, task: Any) -> str:
-    """Returns the user's line that adds the layers' losses, if the framework adds them too."""
-    used = behind(self.graph.outputs)
+  @property
+  def counted_twice(self) -> str:
+    """The user's line that adds the layers' losses, if the framework adds them too; or ""."""
+    used = behind(self._graph.outputs)
     own, others = "", False
     for read in self._layers.penalties:
       if any(tf.is_tensor(t) and t.op.name in used for t in read.outputs):
-        place = source_lines.of_caller(read.frames, task)
+        place = source_lines.of_caller(read.frames, self._task)
         own, others = own or place, others or not place
     return own if others else ""
 
@@ -114,37 +79,33 @@ class LossGraph:
     """Whether a layer loses a mask that a later one could have used."""
     return bool(self._layers.lost_masks())
 
-  def end(self, variable: Variable, task: Any) -> str:
+  def end(self, variable: Variable) -> str:
     """Returns the line of the operation that passes no gradient to a variable; "" if none is."""
-    ahead = _ahead(self._handle(variable))
-    on_the_way = [ahead[name] for name in behind(self.graph.outputs) if name in ahead]
-    whole = [op for op in on_the_way if op.type in STEPWISE or _is_rounding(op)]
+    ahead = set[str]().union(*map(graphs.computed_from, self._handle(variable)))
+    on_the_way = [op for name, op in behind(self._graph.outputs).items() if name in ahead]
+    whole = [op for op in on_the_way if _is_stepwise(op)]
     stops = whole or [op for op in on_the_way if op.type == "StopGradient"]
-    places = (source_lines.of_operation(op, task) for op in reversed(stops))
+    places = (source_lines.of_operation(op, self._task) for op in reversed(stops))
     return next(filter(None, places), "")
 
-  def noisy(self, model: Model, trained: Sequence[Variable], task: Any) -> dict[str, str]:
-    """Returns the parts of a model that draw random numbers for the loss alone -> the line.
+  def noisy(self, trained: Sequence[Variable]) -> dict[str, str]:
+    """Returns the parts of the model that draw random numbers for the loss alone -> the line.
 
     A part whose outputs a trained weight takes up, such as a body below a new head, is left out.
     """
-    held = [handle for variable in trained for handle in self._handle(variable)]
-    weights = {handle.op.name for handle in held} | _ahead(held, _UNCHANGED).keys()
-    found = {}
-    for name, part in parts_by_name(model):
+    weights = {handle.op.name for variable in trained for handle in self._handle(variable)}
+    found, made = {}, self._graph.get_operations()
+    for name, part in parts_by_name(self._task.model):
       for call in self._layers.of(part):
-        before, drawn = (behind(filter(tf.is_tensor, each)) for each in call[:2])
-        taken = (
-          weights & {tensor.op.name for tensor in operation.inputs}
-          for operation in _ahead(filter(tf.is_tensor, call.outputs)).values()
-        )
-        random = (random_draws.is_random(op.type) for key, op in drawn.items() if key not in before)
-        if any(random) and not any(taken):
-          found[name] = source_lines.of_frames(call.frames, task)
+        inputs, outputs = ([*filter(tf.is_tensor, each)] for each in call[:2])
+        drawn, after = behind(outputs), set[str]().union(*map(graphs.computed_from, outputs))
+        new = drawn.keys() - behind(inputs).keys()
+        taken = (t for op in made if op.name in after for t in op.inputs)
+        if any(random_draws.is_random(drawn[key].type) for key in new) and not any(
+          _unwrapped(tensor, _UNCHANGED).op.name in weights for tensor in taken
+        ):
+          found[name] = source_lines.of_frames(call.frames, self._task)
     return found
-
-  def _operations(self) -> Iterator[tf.Operation]:
-    return graphs.operations(self.graph)
 
   def _handle(self, variable: Variable) -> list[tf.Tensor]:
     """Returns a variable's handle inside of the graph, if the loss reads it."""
@@ -152,7 +113,10 @@ class LossGraph:
     return [] if inner is None else [inner]
 
 
-def lost_masks(loss_fn: Callable[[Any], Any], batch: Any, task: Any) -> tuple[str, str, str] | None:
+# ---- The traced loss, run
+
+
+def lost_masks(loss_fn: LossFn, batch: Any, task: Any) -> tuple[str, str, str] | None:
   """Returns the layer that loses a mask, one that gives another result with it, and a line.
 
   The line is that of the first one's result, in the user's code.
@@ -184,7 +148,36 @@ def _apart(start: layer_calls.Call, end: layer_calls.Call) -> tf.Tensor:
   return tf.reduce_max(tf.abs(masked - without)) / size
 
 
-def cancels(loss_fn: Callable[[Any], Any], batch: Any, variables: Sequence[Variable]) -> list[bool]:
+def not_finite(loss_fn: LossFn, batch: Any, task: Any) -> str:
+  """Returns the line of the operation that makes a finite gradient one that is not; or ""."""
+  places: list[str] = []
+
+  def floats(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+    return [tensor for tensor in tensors if tensor.dtype.is_floating]
+
+  def traced(given: Any) -> list[tf.Tensor]:
+    total, breaks = loss_fn(given).total, []
+    made = {op: source_lines.of_operation(op, task) for op in total.graph.get_operations()}
+    outputs = floats(output for op, place in made.items() if place for output in op.outputs)
+    passed = {id(o): g for o, g in zip(outputs, tf.gradients(total, outputs), strict=True)}
+    for operation in (op for op, place in made.items() if place and floats(op.inputs)):
+      ends = [each for each in operation.outputs if passed.get(id(each)) is not None]
+      upstream, inputs = [passed[id(each)] for each in ends], floats(operation.inputs)
+      own = tf.gradients(ends, inputs, upstream, stop_gradients=inputs) if ends else []
+      if own := [each for each in own if each is not None]:
+        places.append(made[operation])
+        breaks.append(_all_finite(upstream) & ~_all_finite(own))
+    return breaks
+
+  found = tf.function(traced, autograph=False)(batch)
+  return next((place for place, breaks in zip(places, found, strict=True) if breaks), "")
+
+
+def _all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+  return tf.reduce_all([tf.reduce_all(tf.math.is_finite(each)) for each in tensors])
+
+
+def cancels(loss_fn: LossFn, batch: Any, variables: Sequence[Variable]) -> list[bool]:
   """Returns for each variable whether the gradients of its uses add up to zero and are not zero.
 
   So it is in a loss of differences: the last bias is added to both. What each use passes back is
@@ -225,16 +218,25 @@ def _weighted_gradient(total: tf.Tensor, handle: Any, of_batch: set[str]) -> tf.
   return tf.constant(0.0) if gradient is None else tf.norm(tf.cast(gradient, tf.float32))
 
 
+def _uneven(like: tf.Tensor, number: int) -> tf.Tensor:
+  """Returns a factor for each element; a random op would give all rows the same in a bench."""
+  places = tf.cast(tf.range(tf.size(like)) + 7 * number, like.dtype)
+  return tf.reshape(1.0 + 0.5 * tf.sin(places), tf.shape(like))
+
+
+# ---- Graphs
+
+
 def unused(graph: tf.Graph, task: Any) -> str:
   """Returns the first line with a custom gradient of the user's whose result is not used; or ""."""
   made = graph.get_operations()
   effects = [op for op in made if op.op_def.is_stateful and op.type != "ReadVariableOp"]
   used = behind([*graph.outputs, *(tensor for op in effects for tensor in op.inputs)])
   for operation in made:
-    if operation.type == "IdentityN" and operation.name not in used:
+    if _is_custom(operation) and operation.name not in used:
       files = [frame.filename for frame in operation.traceback]
       own = next((file for file in reversed(files) if not file.startswith(_TENSORFLOW)), "")
-      if _has_attr(operation, "_gradient_op_type") and errors.is_the_users(own):
+      if errors.is_the_users(own):
         return source_lines.of_operation(operation, task)
   return ""
 
@@ -251,12 +253,6 @@ def division(graph: tf.Graph, task: Any) -> str:
   return ""
 
 
-def _uneven(like: tf.Tensor, number: int) -> tf.Tensor:
-  """Returns a factor for each element; a random op would give all rows the same in a bench."""
-  places = tf.cast(tf.range(tf.size(like)) + 7 * number, like.dtype)
-  return tf.reshape(1.0 + 0.5 * tf.sin(places), tf.shape(like))
-
-
 def parts_by_name(model: Model) -> list[tuple[str, Any]]:
   """Returns (name, part) of each entry of a dict of models, or of the only model."""
   if isinstance(model, Mapping):
@@ -264,65 +260,44 @@ def parts_by_name(model: Model) -> list[tuple[str, Any]]:
   return [(getattr(model, "name", "the model"), model)]
 
 
-def behind(
-  tensors: Iterable[tf.Tensor], stops: frozenset[str] = frozenset()
-) -> dict[str, tf.Operation]:
-  """Returns the operations from which tensors are computed, by name, up to some types."""
+def behind(tensors: Iterable[tf.Tensor]) -> dict[str, tf.Operation]:
+  """Returns the operations from which tensors are computed, by name."""
   found: dict[str, tf.Operation] = {}
   waiting = [tensor.op for tensor in tensors]
   while waiting:
     operation = waiting.pop()
-    if operation.name not in found and operation.type not in stops:
+    if operation.name not in found:
       found[operation.name] = operation
       waiting += [tensor.op for tensor in operation.inputs]
   return found
 
 
-def _ahead(
-  tensors: Iterable[tf.Tensor], through: Collection[str] | None = None
-) -> dict[str, tf.Operation]:
-  """Returns the operations that are computed from tensors, by name; `through`: of these types."""
-  found: dict[str, tf.Operation] = {}
-  waiting = list(tensors)
-  while waiting:
-    for operation in waiting.pop().consumers():
-      if operation.name not in found and (through is None or operation.type in through):
-        found[operation.name] = operation
-        waiting += operation.outputs
-  return found
+def _is_custom(operation: tf.Operation) -> bool:
+  return operation.type == "IdentityN" and "_gradient_op_type" in operation.node_def.attr
 
 
-def _has_attr(operation: tf.Operation, name: str) -> bool:
-  try:
-    return bool(operation.get_attr(name))
-  except ValueError:
-    return False
+def _is_stepwise(operation: tf.Operation) -> bool:
+  to_whole = operation.type == "Cast" and not operation.outputs[0].dtype.is_floating
+  return operation.type in STEPWISE or to_whole
 
 
-def _is_rounding(operation: tf.Operation) -> bool:
-  return operation.type == "Cast" and not operation.outputs[0].dtype.is_floating
-
-
-def _is_on_purpose(operation: tf.Operation) -> bool:
+def _is_meant(operation: tf.Operation) -> bool:
   """Whether a custom gradient is that of the identity, or of a function with a stepwise part."""
   result, *others = map(_unwrapped, operation.inputs)
-  ends = {id(each) for each in others}
+  ends, waiting, seen = {id(each) for each in others}, [result], set[str]()
   if id(result) in ends:
     return True
-  seen: set[str] = set()
-  waiting = [result]
   while waiting:
     tensor = waiting.pop()
-    if id(_unwrapped(tensor)) in ends or tensor.op.name in seen:
-      continue
-    seen.add(tensor.op.name)
-    if tensor.op.type in STEPWISE or _is_rounding(tensor.op):
-      return True
-    waiting += list(tensor.op.inputs)
+    if id(_unwrapped(tensor)) not in ends and tensor.op.name not in seen:
+      seen.add(tensor.op.name)
+      if _is_stepwise(tensor.op):
+        return True
+      waiting += list(tensor.op.inputs)
   return False
 
 
-def _unwrapped(tensor: tf.Tensor) -> tf.Tensor:
-  while tensor.op.type == "Identity":
+def _unwrapped(tensor: tf.Tensor, of: Sequence[str] = ("Identity",)) -> tf.Tensor:
+  while tensor.op.type in of:
     tensor = tensor.op.inputs[0]
   return tensor
