@@ -15,19 +15,26 @@ MADE = {f"{kind} outside the checkpoint" for kind in ("variable", "metric", "Pyt
 NAMED = {cause.name for cause in causes.table()}
 
 
-def calls():
-  """Each call in the code of verify."""
-  for file in Path(verify.__file__).parent.rglob("*.py"):
-    yield from (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call))
+TREES = [ast.parse(file.read_text()) for file in Path(verify.__file__).parent.rglob("*.py")]
+
+
+def constants():
+  """The values of the names that the modules of verify begin with."""
+  found = {}
+  for node in (n for tree in TREES for n in tree.body if isinstance(n, ast.Assign)):
+    names = getattr(node.targets[0], "elts", node.targets)
+    found |= zip(map(ast.unparse, names), getattr(node.value, "elts", [node.value]), strict=False)
+  return {name: each.value for name, each in found.items() if isinstance(each, ast.Constant)}
 
 
 def test_the_table_has_each_cause_that_a_check_names():
-  seen = set()
-  for call in calls():
-    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+  known, seen = constants(), set()
+  for call in (n for tree in TREES for n in ast.walk(tree) if isinstance(n, ast.Call)):
     given = [each.value for each in call.keywords if each.arg == "cause"]
-    given += {"failed": call.args[2:3], "Explanation": call.args[:1]}.get(name, [])
-    seen |= {each.value for each in given if isinstance(each, ast.Constant) and each.value}
+    given += call.args[2:3] if getattr(call.func, "attr", "") == "failed" else []
+    named = (known.get(ast.unparse(each).rpartition(".")[2]) for each in given)
+    literal = (each.value for each in given if isinstance(each, ast.Constant))
+    seen |= {*filter(None, (*named, *literal))}
   assert seen - NAMED == set()
   assert len(seen) > 40
 

@@ -46,21 +46,6 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation:
-  """A known mistake.
-
-  Attributes:
-    cause: its name in causes.txt.
-    containing: what its line of code may contain.
-    mixes_rows: whether its line is where the rows of a batch meet.
-  """
-
-  cause: str
-  containing: tuple[str, ...] = ()
-  mixes_rows: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Group:
   """Makes the results of one group of docs/verify.md; the arguments are `Result`'s."""
 
@@ -83,12 +68,6 @@ class Group:
       group=self.name, check=check, status="failed", detail=detail, cause=cause, remedy=remedy,
       place=place, **values,
     )  # fmt: skip
-
-  def explained(
-    self, check: str, detail: str, why: Explanation, place: str = "", **values: Any
-  ) -> Result:
-    """Returns what a known mistake makes wrong."""
-    return self.failed(check, detail, why.cause, place, **values)
 
 
 @dataclasses.dataclass

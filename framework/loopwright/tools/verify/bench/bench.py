@@ -179,7 +179,6 @@ class Bench:
     quiet: bool = True,
     always: bool = False,
     number: int | None = None,
-    assigns: bool = True,
     strategy: tf.distribute.Strategy | None = None,
     **options: Any,
   ) -> None:
@@ -194,7 +193,6 @@ class Bench:
       quiet: True gives all rows the same noise; see shared_noise.py.
       always: True makes every update and assignment in each step, whatever its `when`.
       number: what the task sees as the number of each step; None is the real one. With `always`.
-      assigns: False makes no assignment, so that state stays as it is. With `always`.
       strategy: None makes one of `replicas`.
       options: of `Trainer`, replace the config's.
     """
@@ -205,7 +203,7 @@ class Bench:
     self.strategy = strategy or strategy_of(replicas)
     self.task = subject.fresh_task()
     if always:
-      options["step"] = _always(number, assigns)
+      options["step"] = _always(number)
     recipe = dataclasses.replace(
       subject, global_batch_size=rows, eager=eager, options={**subject.options, **options},
       optimizer=subject.optimizer_like(optimizer) if optimizer else subject.optimizer,
@@ -307,8 +305,8 @@ class Bench:
     return placement.of(self.strategy).split(batch)
 
 
-def _always(number: int | None, assigns: bool) -> type[Step]:
-  """Returns a Step that makes every update, and every assignment if `assigns`."""
+def _always(number: int | None) -> type[Step]:
+  """Returns a Step that makes every update and every assignment."""
 
   class Always(Step):
     @property
@@ -323,8 +321,7 @@ def _always(number: int | None, assigns: bool) -> type[Step]:
 
     def assign(self, variable: Variable, value: Any, *, when: Any = None) -> None:
       del when
-      if assigns:
-        super().assign(variable, value)
+      super().assign(variable, value)
 
   return Always
 

@@ -35,14 +35,12 @@ class Held(NamedTuple):
 
   Attributes:
     owner: the object that has the attribute.
-    attribute: its name.
     value: to be compared with the value in another snapshot.
     variable: the `tf.Variable`, if it is one.
     tensor: the tensor, if its value is `OF_A_GRAPH`.
   """
 
   owner: Any
-  attribute: str
   value: Any
   variable: Any = None
   tensor: Any = None
@@ -71,7 +69,7 @@ def held(task: Task) -> dict[str, Held]:
     for attribute in vars(owner).keys() - ignored:
       name = f"{type(owner).__name__}.{attribute}"
       for each, *item in _walk(name, vars(owner)[attribute], _DEEPEST):
-        found[each] = Held(owner, attribute, *item)
+        found[each] = Held(owner, *item)
   return dict(sorted(found.items()))
 
 

@@ -241,18 +241,6 @@ def unused(graph: tf.Graph, task: Any) -> str:
   return ""
 
 
-def division(graph: tf.Graph, task: Any) -> str:
-  """Returns the first line that divides by a sum which no variable changes; "" if none does."""
-  for operation in graphs.operations(graph):
-    if operation.type in ("RealDiv", "DivNoNan", "Mean"):
-      before = behind([operation.inputs[1]] if operation.type != "Mean" else operation.inputs)
-      kinds = {each.type for each in before.values()}
-      place = source_lines.of_operation(operation, task)
-      if place and kinds & {"Sum", "Where", "Size"} and not kinds & {"ReadVariableOp"}:
-        return place
-  return ""
-
-
 def parts_by_name(model: Model) -> list[tuple[str, Any]]:
   """Returns (name, part) of each entry of a dict of models, or of the only model."""
   if isinstance(model, Mapping):
