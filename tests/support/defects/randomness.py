@@ -163,7 +163,7 @@ class SeedInEvaluation(Right):
     return {**batch, "x": batch["x"] + shift}
 
 
-@defect(FROZEN_EPOCHS, "in Python while preprocess() is traced", "def preprocess")
+@defect(FROZEN_EPOCHS, "in Python while preprocess() is traced", "* brightness")
 class BrightnessOfNumPy(Right):
   def preprocess(self, batch, training):
     if training:
@@ -172,7 +172,7 @@ class BrightnessOfNumPy(Right):
     return batch
 
 
-@defect(FROZEN_EPOCHS, "in Python while preprocess() is traced", "def preprocess")
+@defect(FROZEN_EPOCHS, "in Python while preprocess() is traced", "default_rng()")
 class AnotherGenerator(Right):
   def preprocess(self, batch, training):
     if training and np.random.default_rng().random() < 0.5:

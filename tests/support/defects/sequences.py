@@ -52,28 +52,16 @@ def shifted(documents):
   return features, [len(each) - 1 for each in documents]
 
 
-def by_hand(documents, width=LENGTH, *, ignore=0):
-  """Rows as a collator makes them: tokens, labels, segment_ids, position_ids."""
-  rows, left = [], 0
-  for document in documents:
-    if len(document) - 1 > left:
-      rows.append({name: [] for name in ("tokens", "labels", "segment_ids", "position_ids")})
-      left, number = width, 0
-    number += 1
-    size = len(document) - 1
-    left -= size
-    for name, value in (
-      *(("tokens", document[:-1]), ("labels", document[1:])),
-      *(("segment_ids", [number] * size), ("position_ids", range(size))),
-    ):
-      rows[-1][name] += list(value)
-  filling = {"labels": ignore}
-  return {
-    name: np.array(
-      [row[name] + [filling.get(name, 0)] * (width - len(row[name])) for row in rows], np.int32
-    )
-    for name in rows[0]
-  }
+def by_hand(documents):
+  """Rows as a collator makes them, with labels of -100 in padding."""
+  features, lengths = shifted(documents)
+  source = Packed(ArraySource(features=features), lengths=lengths, length=LENGTH)
+  fetched = source.fetch(tf.range(source.num_examples, dtype=tf.int64))
+  token, target, segment, position = (
+    fetched[name].numpy() for name in ("token", "target", "segment", "position")
+  )
+  labels = np.where(segment > 0, target, -100)
+  return {"tokens": token, "labels": labels, "segment_ids": segment, "position_ids": position}
 
 
 def network(mixing=None, outputs=KINDS):
@@ -227,7 +215,7 @@ class ByHand(Texts):
   """Packed by the task's own collator."""
 
   def source(self, split):
-    return ArraySource(features=self.rows(by_hand(texts(split), ignore=-100)))
+    return ArraySource(features=self.rows(by_hand(texts(split))))
 
   def rows(self, rows):
     return rows
@@ -442,9 +430,6 @@ class Autoencoder(Texts):
   def losses(self, outputs, batch):
     return tf.nn.sparse_softmax_cross_entropy_with_logits(batch["token"], outputs)
 
-  def metrics(self, outputs, batch):
-    return {}
-
 
 @right
 class Prefix(Texts):
@@ -473,9 +458,6 @@ class Tagger(Alone):
   def losses(self, outputs, batch):
     label = (batch["token"] + batch["target"]) % 5
     return tf.nn.sparse_softmax_cross_entropy_with_logits(label, outputs)
-
-  def metrics(self, outputs, batch):
-    return {}
 
 
 @right

@@ -11,13 +11,11 @@ bench/ has the tools of the checks:
 
     bench.py          the user's Trainer on 1 to N logical CPUs, one step at a time
     comparison.py     the step on one replica, and how others differ from it
-    explanations.py   words of known mistakes, and the update that each predicts
+    explanations.py   causes that several checks name, and the update that some predict
     evaluated.py      a task's evaluation on 1 to N logical CPUs
     recorded_step.py  operations, communications, verbs and new variables of a step
     row_influence.py  the line where one row changes what is computed for another
-    longer_rows.py    the same examples, padded further
-    documents.py      rows of a source with one document, or the padding, changed
-    per_token.py      what a task computes for each token, and where tokens meet
+    changed_rows.py   rows of a source, padded further, or with one document changed
     loss_graph.py     where the loss stops, replaces and passes gradients
     harness.py        a Trainer as `run` makes it, with its input, in loops
     shared_noise.py   noise that does not differ between the steps that are compared

@@ -67,7 +67,8 @@ def _training(subject: Subject, task: Task) -> Iterator[Result]:
     yield GROUP.skipped(REPEATS, f"{EPOCHS!r} fails")
     if in_python:
       told = "numbers drawn in Python while preprocess() is traced are the same for all examples"
-      cause, place = random_draws.FROZEN, source_lines.method(task, "preprocess")
+      cause = random_draws.FROZEN
+      place = watched.python_place or source_lines.method(task, "preprocess")
     else:
       told = f"the same numbers are drawn in all batches{listed(fixed)}"
       cause, place = random_draws.FIXED, fixed[0].place

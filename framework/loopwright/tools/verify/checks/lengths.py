@@ -15,11 +15,11 @@ import numpy as np
 import tensorflow as tf
 
 from loopwright.errors import ConfigError
-from loopwright.tools.verify.bench import bench, longer_rows, shared_noise, source_lines
+from loopwright.tools.verify.bench import bench, changed_rows, shared_noise, source_lines
 from loopwright.tools.verify.bench.bench import Bench, Subject
+from loopwright.tools.verify.bench.changed_rows import Padded
 from loopwright.tools.verify.bench.evaluated import Evaluated, Values, different
 from loopwright.tools.verify.bench.layer_calls import normalisations
-from loopwright.tools.verify.bench.longer_rows import Padded
 from loopwright.tools.verify.bench.loss_graph import behind
 from loopwright.tools.verify.report import Group, Result
 
@@ -36,7 +36,7 @@ _NEVER = ("Shape", "Size", "Rank", "Const", "Identity")
 
 def check(subject: Subject) -> list[Result]:
   """Returns the results of this group."""
-  padded = longer_rows.find(subject.fresh_task())
+  padded = changed_rows.padded(subject.fresh_task())
   if padded is None:
     return [GROUP.skipped(NAMES[0], "no Buckets, and no feature that says how long an example is")]
   return list(Lengths(subject, padded).results())
@@ -54,7 +54,7 @@ class Lengths:
     given = {"short": self.padded.short, "long": self.padded.long, "others": self.padded.others}
     try:
       self.rows = {
-        name: longer_rows.preprocessed(self.task, each) for name, each in given.items() if each
+        name: changed_rows.preprocessed(self.task, each) for name, each in given.items() if each
       }
       found = self.here({name: [rows] for name, rows in self.rows.items()})
     except REFUSED as error:

@@ -1,6 +1,6 @@
 """Sequences: one document, one later token or the padding is changed, and nothing else may move.
 
-Some rows of the training set are changed before preprocess(), see bench/documents.py, and
+Some rows of the training set are changed before preprocess(), see bench/changed_rows.py, and
 forward() and loss() are asked in evaluation mode. Which token an output predicts is what the
 gradient of the loss pulls up.
 """
@@ -8,16 +8,25 @@ gradient of the loss pulls up.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from loopwright.errors import ConfigError
+from loopwright.graphs.autograph import converted
 from loopwright.task import Task
-from loopwright.tools.verify.bench import documents, longer_rows, source_lines
+from loopwright.tools.verify.bench import (
+  changed_rows,
+  evaluated,
+  recorded_step,
+  row_influence,
+  source_lines,
+)
 from loopwright.tools.verify.bench.bench import Rows, Subject
-from loopwright.tools.verify.bench.documents import Sequences
-from loopwright.tools.verify.bench.per_token import PerToken, moved
+from loopwright.tools.verify.bench.changed_rows import Sequences
+from loopwright.tools.verify.bench.evaluated import Evaluated
+from loopwright.tools.verify.bench.recorded_step import Operation
 from loopwright.tools.verify.report import Group, Result
 
 GROUP = Group("sequences")
@@ -27,6 +36,7 @@ NAMES = (APART, ORDER, LATER, LABELS, PADDING)
 SURE, SAME, COMMON = 0.9, 1e-4, 0.7
 SHIFTS = (1, 0, 2, 3, -1)
 """How far from an output's own place the token may be that it predicts; the likely one first."""
+_ROUNDING, _INFLUENCE, _MASK_VALUES = 2e-6, 2e-5, 3
 REFUSED = (ConfigError, ValueError, TypeError, KeyError, IndexError, tf.errors.OpError)
 
 
@@ -35,7 +45,7 @@ def check(subject: Subject) -> list[Result]:
   task = subject.fresh_task()
   if type(task).forward is Task.forward or type(task).loss is Task.loss:
     return [GROUP.skipped(APART, f"{type(task).__name__} has no forward() and loss()")]
-  sequences = documents.find(task)
+  sequences = changed_rows.sequences(task)
   if sequences is None:
     return [GROUP.skipped(APART, "no feature [n, length] of whole numbers")]
   try:
@@ -50,12 +60,14 @@ class Tokens:
 
   def __init__(self, subject: Subject, sequences: Sequences) -> None:
     """Calls forward() and loss() once; raises what they raise."""
-    self.of, self.model = sequences, PerToken(subject, sequences.length)
-    self.task = self.model.task
+    self.of, self.here = sequences, Evaluated(subject)
+    self.task = self.here.task
+    for variable, value in zip(self.here.variables, self.here.values, strict=True):
+      variable.assign(value)
     self.batch = self._preprocessed(sequences.rows)
-    self.numbers = self.model.numbers(self.batch)
+    self.numbers = self._numbers(self.batch)
     self.size = self.numbers.shape[1]
-    self.pulls = self.model.pulls(self.model.outputs(self.batch), self.batch)
+    self.pulls = self._pulls(self._outputs(self.batch), self.batch)
     self.counted = _counted(self.pulls)
     self.number = sequences.number[:, : self.size]
     self.real = self.number > 0
@@ -97,10 +109,10 @@ class Tokens:
       return GROUP.skipped(ORDER, why)
     rows, places = self.of.rotated()
     places = places[:, : self.size]
-    numbers = self.model.numbers(self._preprocessed(rows))
+    numbers = self._numbers(self._preprocessed(rows))
     at = np.arange(len(places))[:, np.newaxis], np.minimum(places, self.size - 1)
     kept = self.real[at] & (places < self.size)
-    where = moved(self.numbers[at], numbers, kept, np.zeros_like(kept))
+    where = _apart(self.numbers[at], numbers, kept, np.zeros_like(kept))
     if not where.any():
       return GROUP.passed(
         ORDER, "the outputs of a document are the same at another place of its row"
@@ -129,7 +141,7 @@ class Tokens:
       if value.ndim != 2 or value.dtype.kind not in "iu" or value.shape[1] < self.size:
         continue
       if name not in (self.of.known_by, self.of.counted, "seed", "example_id"):
-        numbers = self.model.numbers({**self.batch, name: np.roll(value, 1, axis=1)})
+        numbers = self._numbers({**self.batch, name: np.roll(value, 1, axis=1)})
         if not np.allclose(numbers, self.numbers, atol=1e-6 * np.abs(self.numbers).max()):
           found.append(name)
     return found
@@ -178,7 +190,7 @@ class Tokens:
     if self.shift < 1 and causal:  # it sees what it predicts
       cause = "label already seen"
     if cause:
-      return GROUP.failed(LABELS, told, cause, self.model.here.line("loss", self.batch))
+      return GROUP.failed(LABELS, told, cause, self.here.line("loss", self.batch))
     if self.shift == 1 and self.of.several and (crossing := self._crossing()):
       told = f"{crossing} last tokens of documents have the first one of the next as their label"
       place = source_lines.method(self.task, "preprocess", "source")
@@ -206,17 +218,17 @@ class Tokens:
     if self.of.padding is None or not where.any():
       return GROUP.skipped(PADDING, "no padding is known")
     batch, cut = self._preprocessed(self.of.emptied(where)), where[:, : self.size]
-    outputs, numbers = self.model.outputs(batch), self.model.numbers(batch)
+    outputs, numbers = self._outputs(batch), self._numbers(batch)
     noise = np.random.default_rng(3).normal(size=numbers.shape) * np.abs(numbers).max()
-    other = self.model.replaced(outputs, numbers + noise * cut[:, :, np.newaxis])
-    means, changed = self.model.means(outputs, batch), self.model.means(other, batch)
-    name, told = "loss", self._share(numbers, self.model.pulls(outputs, batch), means["loss"][1])
+    other = self._replaced(outputs, numbers + noise * cut[:, :, np.newaxis])
+    means, changed = self._means(outputs, batch), self._means(other, batch)
+    name, told = "loss", self._share(numbers, self._pulls(outputs, batch), means["loss"][1])
     for each, mean in means.items():
       if not np.allclose(mean, changed[each], rtol=SAME, equal_nan=True):
         name = each
         told = f"other outputs in padding change {name}: {mean[0]:.6g}, and {changed[name][0]:.6g}"
     if told:
-      place = self.model.here.line(name, batch)
+      place = self.here.line(name, batch)
       return GROUP.failed(PADDING, told, "padding enters the mean", place)
     return GROUP.passed(PADDING, f"{cut.sum()} tokens of padding change nothing")
 
@@ -240,18 +252,122 @@ class Tokens:
   # ---- Parts ----
 
   def _preprocessed(self, rows: Rows) -> Rows:
-    return longer_rows.preprocessed(self.task, rows)
+    return changed_rows.preprocessed(self.task, rows)
 
   def _moved(self, other: Rows, kept: np.ndarray, changed: np.ndarray) -> np.ndarray:
-    return moved(self.numbers, self.model.numbers(other), kept, changed)
+    return _apart(self.numbers, self._numbers(other), kept, changed)
+
+  # ---- What the task computes ----
+
+  def _outputs(self, batch: Rows) -> Any:
+    """Returns what forward() does."""
+    return evaluated.forward(self.here, batch)
+
+  def _numbers(self, batch: Rows) -> np.ndarray:
+    """Returns the output of each token, float64 [n, length, -1]."""
+    flat, index = self._flat(self._outputs(batch))
+    return _of_tokens(flat[index]).astype(np.float64)
+
+  def _flat(self, outputs: Any) -> tuple[list[Any], int]:
+    """Returns all outputs, and which has numbers of each token, at all positions or all but one."""
+    flat = tf.nest.flatten(outputs)
+    for index, value in enumerate(flat):
+      number = isinstance(value, tf.Tensor) and value.dtype.is_floating and len(value.shape) >= 2
+      if number and value.shape[1] in (self.of.length, self.of.length - 1):
+        return flat, index
+    raise ValueError("forward() returns nothing for each token")
+
+  def _means(self, outputs: Any, batch: Rows) -> dict[str, tuple[float, float]]:
+    """Returns (mean, weight) of the loss and of metrics of some outputs; only of pairs."""
+    batch_here, found = evaluated.placed(self.here, batch), {}
+    if type(self.task).metrics is not Task.metrics:
+      metrics = converted(self.task.metrics)
+      found = self.here.strategy.run(lambda: dict(metrics(outputs, batch_here)))
+    found["loss"] = tuple(evaluated.loss(self.here, outputs, batch))
+    pairs = {n: v for n, v in found.items() if isinstance(v, tuple) and len(v) == 2}
+    return {
+      name: (float(tf.math.divide_no_nan(*(tf.cast(v, tf.float64) for v in pair))), float(pair[1]))
+      for name, pair in pairs.items()
+    }
+
+  def _pulls(self, outputs: Any, batch: Rows) -> np.ndarray:
+    """Returns the gradient of the sum of the losses by each output, [n, length, -1]."""
+    flat, index = self._flat(outputs)
+    with tf.GradientTape() as tape:
+      tape.watch(flat[index])
+      total = evaluated.loss(self.here, outputs, batch).total
+    return _of_tokens(tf.convert_to_tensor(tape.gradient(total, flat[index])))
+
+  def _replaced(self, outputs: Any, value: np.ndarray) -> Any:
+    """Returns outputs with other numbers of each token."""
+    flat, index = self._flat(outputs)
+    flat[index] = tf.constant(value.reshape(flat[index].shape), flat[index].dtype)
+    return tf.nest.pack_sequence_as(outputs, flat)
 
   def _line(self, other: Rows, where: np.ndarray) -> str:
-    kept = np.pad(where, [(0, 0), (0, self.of.length - self.size)])
-    place = self.model.line(self.batch, other, kept)
-    return place or source_lines.method(self.task, "forward")
+    """Returns the line of the mask by which tokens that are equal in two batches differ.
+
+    The mask [.., length, length] goes into the first operation whose numbers change at `where`,
+    bool [n, length], but is not made on the line of it: Keras makes its own form of a mask where a
+    layer is called. Without such a mask it is that line.
+    """
+    kept, runs = np.pad(where, [(0, 0), (0, self.of.length - self.size)]), []
+    for batch in (self.batch, other):
+      with recorded_step.watched(self.task) as seen:
+        self._outputs(batch)
+      runs.append(seen)
+    pairs = list(zip(*runs, strict=False))
+    meeting = next((i for i, (a, b) in enumerate(pairs) if self._meets(a, b, kept)), None)
+    if meeting is None:
+      return source_lines.method(self.task, "forward")
+    place = runs[0][meeting].place
+    for index in sorted(row_influence.sources(runs[0], meeting), reverse=True):
+      if self._is_mask(*pairs[index]) and runs[0][index].place not in ("", place):
+        return runs[0][index].place
+    return place
+
+  def _is_mask(self, one: Operation, other: Operation) -> bool:
+    return any(
+      a.shape[-2:].count(self.of.length) == 2
+      and np.array_equal(a, b) and len(np.unique(a)) <= _MASK_VALUES
+      for a, b in zip(one.values, other.values, strict=False)
+    )  # fmt: skip
+
+  def _meets(self, one: Operation, other: Operation, kept: np.ndarray) -> bool:
+    for a, b in zip(one.values, other.values, strict=False):
+      if a.shape != b.shape or a.dtype.kind != "f" or a.shape.count(self.of.length) != 1:
+        continue
+      axis = a.shape.index(self.of.length)
+      if axis and a.shape[0] == len(kept):
+        before, after = (_of_tokens(np.moveaxis(v.astype(np.float64), axis, 1)) for v in (a, b))
+        if _apart(before, after, kept, ~kept).any():
+          return True
+    return False
 
 
 def _counted(pulls: np.ndarray) -> np.ndarray:
   """Returns which outputs the loss depends on, bool [n, length]."""
   size = np.abs(pulls).max(axis=2)
   return size > 1e-6 * size.max()
+
+
+def _of_tokens(value: Any) -> np.ndarray:
+  """Returns numbers as [n, length, -1]."""
+  return np.reshape(value, [*value.shape[:2], -1])
+
+
+def _apart(one: np.ndarray, other: np.ndarray, kept: np.ndarray, changed: np.ndarray) -> np.ndarray:
+  """Returns which of the kept tokens have other numbers, bool [n, length].
+
+  Args:
+    one: [n, length, -1].
+    other: the same, of rows that were changed.
+    kept: bool [n, length], tokens whose numbers must not move.
+    changed: those whose numbers may; they say what is more than rounding.
+  """
+  change = np.abs(one - other).max(axis=2)
+  size = max(
+    _INFLUENCE * float(change[changed].max(initial=0.0)),
+    _ROUNDING * float(np.abs(one).max(initial=0.0)),
+  )
+  return kept & (change > size)
