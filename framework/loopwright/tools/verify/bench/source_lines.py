@@ -1,11 +1,11 @@
-"""Finds the line of the user's code behind a finding, by its text or an operation's traceback."""
+"""Finds the line of the user's code behind a finding, by the traceback of an operation."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,8 @@ from loopwright.graphs import operations as graphs
 from loopwright.graphs.aliases import Variable
 from loopwright.models import models
 
-_OUTSIDE = ("verify", "trainer.py")
-"""Parts of the framework that user code does not call; frames further out do not count."""
-
-
-_METRICS = Path(__file__).parents[3] / "metrics"
+_VERIFY = str(Path(__file__).parents[1])
+_METRICS = str(Path(__file__).parents[3] / "metrics")
 
 
 def is_the_users(kind: type | Callable[..., Any]) -> bool:
@@ -30,66 +27,6 @@ def is_the_users(kind: type | Callable[..., Any]) -> bool:
     return errors.is_the_users(inspect.getfile(kind))
   except (OSError, TypeError):
     return False
-
-
-def mention(owner: Any, *texts: str) -> str:
-  """Returns the first line of the user's methods that contains one of some texts.
-
-  Args:
-    owner: an object, such as the task.
-    texts: in order of preference; the first one found anywhere decides.
-
-  Returns:
-    "file.py:31, in Mine.loss", or "" if no line contains any.
-  """
-  return _first(own_methods(owner), texts)
-
-
-def _first(methods: Iterable[Callable[..., Any]], texts: Sequence[str]) -> str:
-  code = [(method, list(_code(method))) for method in methods]
-  found = ((m, n) for text in texts for m, lines in code for n, line in lines if text in line)
-  return next((_told(method, number) for method, number in found), "")
-
-
-def _code(function: Callable[..., Any]) -> Iterator[tuple[int, str]]:
-  """Yields the numbers of a function's lines, and the lines without comments."""
-  lines, first = _source(function)
-  return ((number, line.partition("#")[0]) for number, line in enumerate(lines, first))
-
-
-def _told(method: Callable[..., Any], number: int) -> str:
-  return f"{Path(inspect.getsourcefile(method) or '').name}:{number}, in {method.__qualname__}"
-
-
-def find(owner: Any, *names: str, containing: Sequence[str] = (), anywhere: bool = False) -> str:
-  """Returns the line where a user's method begins, or one in it that contains one of some texts.
-
-  Args:
-    owner: an object with the methods.
-    names: methods, in the order to search.
-    containing: texts such as "reduce_mean". If no line has any, the result is the first line of the
-      first of `names` that is the user's.
-    anywhere: search all other methods too.
-
-  Returns:
-    As `mention`.
-  """
-  own = nearest_methods(owner)
-  named = [own[name] for name in names if name in own]
-  others = [method for method in own.values() if method not in named] if anywhere else []
-  for method in (*named, *others):
-    for number, line in _code(method):
-      if any(text in line for text in containing):
-        return _told(method, number)
-  return next((_told(method, _source(method)[1]) for method in named), "")
-
-
-def change(owner: Any, attribute: str) -> str:
-  """Returns the line that changes an attribute, otherwise one that uses it; see `mention`."""
-  changes = (".assign", ".append", ".extend", ".update", "[", " +=", " -=", " *=", " /=", " =", "")
-  methods = [method for method in own_methods(owner) if method.__name__ != "__init__"]
-  texts = [f"self.{attribute}{change}" for change in changes]
-  return _first(methods, texts) or mention(owner, *texts)
 
 
 def own_methods(owner: Any) -> Iterator[Callable[..., Any]]:
@@ -101,22 +38,6 @@ def own_methods(owner: Any) -> Iterator[Callable[..., Any]]:
       )
       if inspect.isfunction(function):
         yield function
-
-
-def nearest_methods(owner: Any) -> dict[str, Callable[..., Any]]:
-  """Returns name -> the user's method that the owner has, whatever it overrides."""
-  own: dict[str, Callable[..., Any]] = {}
-  for method in own_methods(owner):
-    own.setdefault(method.__name__, method)
-  return own
-
-
-def _source(function: Callable[..., Any]) -> tuple[list[str], int]:
-  """Returns a function's lines and the number of the first; none if it was typed at a prompt."""
-  try:
-    return inspect.getsourcelines(function)
-  except (OSError, TypeError):
-    return [], 0
 
 
 def of_operation(operation: tf.Operation, owner: Any) -> str:
@@ -140,9 +61,12 @@ def _frames(operation: tf.Operation) -> list[tuple[str, int, str]]:
 
 def method(owner: Any, *names: str) -> str:
   """Returns "file.py:31, in Mine.loss" for the first of some methods that is the user's, or ""."""
-  own = nearest_methods(owner)
-  found = (own[name] for name in names if name in own)
-  return next((_told(each, _source(each)[1]) for each in found), "")
+  for name in names:
+    for each in own_methods(owner):
+      if each.__name__ == name:
+        code = each.__code__
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno}, in {each.__qualname__}"
+  return ""
 
 
 def made_at(tensors: Any, task: Any) -> str:
@@ -180,9 +104,8 @@ def assigned_at(graph: tf.Graph, variable: Variable, task: Any) -> str:
 
 def of_frames(frames: list[tuple[str, int, str]], owner: Any) -> str:
   """As `of_operation`, for (file, line, function) from the outermost frame to the innermost."""
-  root = Path(__file__).parents[2]
   for file, line, name in reversed(frames):
-    if any(Path(file).is_relative_to(root / outside) for outside in _OUTSIDE):
+    if file.startswith(_VERIFY):  # what called verify is no part of the task
       return ""
     if errors.is_the_users(file):
       return f"{Path(file).name}:{line}, in {_qualified(name, file, line, owner)}"
@@ -198,8 +121,7 @@ def frames(*, but: str) -> list[tuple[str, int, str]]:
 def of_caller(frames: list[tuple[str, int, str]], owner: Any) -> str:
   """As `of_frames`; "" if the framework's own code, but for `Loss`, is nearer than the user's."""
   near = [f for f in frames if errors.is_the_users(f[0]) or errors.is_the_frameworks(f[0])]
-  near = [f for f in near if not Path(f[0]).is_relative_to(_METRICS)]
-  return of_frames(near[-1:], owner)
+  return of_frames([f for f in near if not f[0].startswith(_METRICS)][-1:], owner)
 
 
 def qualified(place: str, owner: Any) -> str:
