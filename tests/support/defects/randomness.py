@@ -136,17 +136,6 @@ class StatefulFlip(Right):
     return {**batch, "x": x[:, 0, :, 0]}
 
 
-@defect(
-  AUGMENTS | EVALUATED,
-  "'x' differs for the same examples with the same seeds (RandomUniform)",
-  "tf.random.uniform",
-)
-class IgnoringTraining(Right):
-  def preprocess(self, batch, training):
-    brightness = tf.random.uniform([], 0.8, 1.2)
-    return {**batch, "x": batch["x"] * brightness}
-
-
 @defect(AUGMENTS | EVALUATED, "'x' differs for the same examples with the same seeds", "self.flip(")
 class LayerOfKeras(Right):
   def __init__(self):
@@ -163,30 +152,11 @@ class SeedInEvaluation(Right):
     return {**batch, "x": batch["x"] + shift}
 
 
-@defect(FROZEN_EPOCHS, "in Python while preprocess() is traced", "* brightness")
-class BrightnessOfNumPy(Right):
-  def preprocess(self, batch, training):
-    if training:
-      brightness = np.random.uniform(0.8, 1.2)
-      batch["x"] = batch["x"] * brightness
-    return batch
-
-
 @defect(FROZEN_EPOCHS, "in Python while preprocess() is traced", "default_rng()")
 class AnotherGenerator(Right):
   def preprocess(self, batch, training):
     if training and np.random.default_rng().random() < 0.5:
       batch["x"] = -batch["x"]
-    return batch
-
-
-@defect(AUGMENTS, "'x' differs for the same examples with the same seeds", "tf.ensure_shape")
-class NumPyFunction(Right):
-  def preprocess(self, batch, training):
-    if training:
-      noisy = lambda x: (x + np.random.normal(size=x.shape)).astype(np.float32)  # noqa: E731
-      x = tf.numpy_function(noisy, [batch["x"]], tf.float32)
-      batch["x"] = tf.ensure_shape(x, batch["x"].shape)
     return batch
 
 

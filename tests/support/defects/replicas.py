@@ -94,17 +94,6 @@ class LocalBatchNorm(Small):
     return [keras.layers.Dense(4), keras.layers.BatchNormalization()]
 
 
-@defect(ON_TWO, "examples that depend on one another", "errors")
-class LocalNegatives(Small):
-  """Compares each example with those of its own replica alone."""
-
-  def errors(self, outputs, batch):
-    apart = tf.square(outputs[:, None] - batch["y"][None, :])
-    apart += 1e9 * (1.0 - batch["weight"][None, :])
-    rows = tf.range(tf.shape(outputs)[0])
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(rows, -apart)
-
-
 @defect("same metrics on 2 replicas", "metric read in replica context", "metrics")
 class MetricOfMeans(Small):
   def metrics(self, outputs, batch):

@@ -209,7 +209,7 @@ class Comparison:
     """
     place = self.meeting.place or self.loss_place()
     if self.meeting.shifted:
-      return known.SHIFTED, place
+      return "rows run into one another", place
     if any(call.verb == "all_gather" for call in self.calls):
       return known.COUPLED, place
     if self._adds():
@@ -219,7 +219,7 @@ class Comparison:
         kinds = {each.type for each in behind([operation.inputs[1]]).values()}
         divides = source_lines.of_operation(operation, self.task)
         if divides and kinds & {"Sum", "Where", "Size"} and "ReadVariableOp" not in kinds:
-          return known.LOCAL_COUNT, divides
+          return "loss divided by a local count", divides
     return known.COUPLED, place
 
   def _adds(self) -> bool:

@@ -13,12 +13,7 @@ NEVER_REDUCED = "never reduced"
 TWICE = "reduced twice"
 PADDING = "padding counts"
 COUPLED = "examples that depend on one another"
-SHIFTED = "rows run into one another"
-LOCAL_COUNT = "loss divided by a local count"
-BATCH_NORM = "batch-norm statistics"
-MEAN_OF_MEANS = "mean of means"
 LOCAL_BATCH = "loss divided by the local batch"
-REPLICA_FACTOR = "loss scaled by the number of replicas"
 PYTHON_VALUE = "Python value that changes"
 CLIPPED_FIRST = "clipped before the reduction"
 CHECKED_FIRST = "finite check before the reduction"
@@ -40,7 +35,7 @@ def weighted_mean(parts: Sequence[Part]) -> np.ndarray:
 Predict: TypeAlias = Callable[[np.ndarray, Sequence[Part]], np.ndarray]
 PREDICTIONS: Sequence[tuple[str, Predict]] = (
   (TWICE, lambda whole, parts: whole * len(parts)),
-  (MEAN_OF_MEANS, lambda whole, parts: np.mean([part for part, _ in parts], axis=0)),
+  ("mean of means", lambda whole, parts: np.mean([part for part, _ in parts], axis=0)),
   (LOCAL_BATCH, lambda whole, parts: np.sum([part for part, _ in parts], axis=0)),
   (LOCAL_BATCH, lambda whole, parts: whole / len(parts)),
 )

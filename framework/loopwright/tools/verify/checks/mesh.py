@@ -18,10 +18,9 @@ from loopwright.distribution import placement
 from loopwright.errors import ConfigError
 from loopwright.graphs import operations as graphs
 from loopwright.host.failures import failure, place_of
-from loopwright.host.lazy_keras import KerasOptimizer
 from loopwright.tools.verify.bench import bench, random_draws, source_lines
 from loopwright.tools.verify.bench import explanations as known
-from loopwright.tools.verify.bench.bench import Bench, Outcome, Subject
+from loopwright.tools.verify.bench.bench import PLAIN, Bench, Outcome, Subject
 from loopwright.tools.verify.bench.comparison import AFTER_STEPS, Comparison, Difference
 from loopwright.tools.verify.bench.explanations import Part, fits, weighted_mean
 from loopwright.tools.verify.report import Group, Result
@@ -67,7 +66,7 @@ class OnMesh:
     self.subject, self.strategy = subject, subject.mesh()
     self.shares = placement.of(self.strategy).row_shares
     rows = int(np.lcm(subject.divisible_rows, self.shares))
-    self._here = self._bench(rows, optimizer=bench.gradient_descent)  # first: it checks the layouts
+    self._here = Bench(subject, rows=rows, strategy=self.strategy, **PLAIN)  # checks the layouts
     self.compared = Comparison(subject, rows=rows)
     self.task = self.compared.task
 
@@ -112,19 +111,21 @@ class OnMesh:
 
   def _update(self, outcomes: Mapping[str, Outcome], worst: Difference) -> Result:
     """Returns the finding for an update that differs; if the loss is right, the step is not."""
-    losses = [self._here.loss_in(outcomes["full batch"].metrics)]
-    losses.append(self._here.loss_in(self.compared.reference["full batch"].metrics))
-    same = np.isclose(*losses, rtol=1e-4)
-    place = source_lines.method(self.task, "train_step") if same else ""
+    of = self.compared
+    one, other = (
+      self._here.loss_in(steps["full batch"].metrics) for steps in (outcomes, of.reference)
+    )
+    place = (
+      source_lines.method(self.task, "train_step") if np.isclose(one, other, rtol=1e-4) else ""
+    )
     cause = self._explain(outcomes)
-    place = place or (self.compared.loss_place() if cause != known.UNKNOWN else "")
+    place = place or (of.loss_place() if cause != known.UNKNOWN else "")
     return GROUP.failed(UPDATE, worst.detail, cause, place)
 
-  def _bench(self, rows: int, *, optimizer: KerasOptimizer = None, quiet: bool = True) -> Bench:
-    return Bench(
-      self.subject, rows=rows, optimizer=optimizer, quiet=quiet, always=True,
-      strategy=self.strategy,
-    )  # fmt: skip
+  def _both(self, **options: Any) -> list[Bench]:
+    """Returns a bench on the mesh and one on one device."""
+    common: dict[str, Any] = {"rows": self.compared.rows, "always": True, **options}
+    return [Bench(self.subject, strategy=each, **common) for each in (self.strategy, None)]
 
   def _noise(self, *, metrics: bool) -> str:
     """Compares a step with the task's own random numbers; returns how it differs, or "".
@@ -133,11 +134,8 @@ class OnMesh:
       metrics: whether to compare metrics too.
     """
     of = self.compared
-    plain: dict[str, Any] = {"optimizer": bench.gradient_descent, "quiet": False}
-    one = Bench(self.subject, rows=of.rows, always=True, **plain)
-    both = (self._bench(of.rows, **plain), one)
-    outcomes = [each.steps_from(of.start, of.batch) for each in both]
-    found = of.difference(*outcomes, without=of.state)
+    both = self._both(optimizer=bench.gradient_descent, quiet=False)
+    found = of.difference(*(e.steps_from(of.start, of.batch) for e in both), without=of.state)
     if found.worst > of.tolerance:
       return found.detail
     return found.metrics if metrics else ""
@@ -145,7 +143,7 @@ class OnMesh:
   def _several_steps(self) -> Result:
     """Compares steps with the config's own optimizer and options."""
     of, ends = self.compared, []
-    for here in (self._bench(of.rows), Bench(self.subject, rows=of.rows, always=True)):
+    for here in self._both():
       here.assign(of.start)
       outcomes = [here.step(rows) for rows in (of.batch, *of.cases.values())]
       ends.append(Outcome(before=of.start, after=outcomes[-1].after, metrics={}))

@@ -130,7 +130,7 @@ def _explain(
     if all(fits(seen[case], predict(whole[case], parts[case])) for case in seen):
       by_factor = cause in (known.TWICE, known.LOCAL_BATCH) and not mistake
       if place := own_optimizer.reads_replicas(of) if by_factor else "":
-        return known.REPLICA_FACTOR, place
+        return "loss scaled by the number of replicas", place
       twice = of.verb_place("all_reduce", recorded_step.OWN)
       return cause, twice if cause == known.TWICE else of.loss_place()
   if of.has_penalty(seen, whole):
@@ -143,7 +143,7 @@ def _explain(
 
 
 def _normalised(of: Comparison) -> tuple[str, str]:
-  return known.BATCH_NORM, source_lines.method(of.task, "build_model")
+  return "batch-norm statistics", source_lines.method(of.task, "build_model")
 
 
 def _drift(outcome: Outcome, trainable: Sequence[bool]) -> float:
