@@ -115,11 +115,11 @@ class OnMesh:
     one, other = (
       self._here.loss_in(steps["full batch"].metrics) for steps in (outcomes, of.reference)
     )
-    place = (
-      source_lines.method(self.task, "train_step") if np.isclose(one, other, rtol=1e-4) else ""
-    )
     cause = self._explain(outcomes)
-    place = place or (of.loss_place() if cause != known.UNKNOWN else "")
+    if np.isclose(one, other, rtol=1e-4):
+      place = source_lines.method(self.task, "train_step")
+    else:
+      place = of.loss_place() if cause != known.UNKNOWN else ""
     return GROUP.failed(UPDATE, worst.detail, cause, place)
 
   def _both(self, **options: Any) -> list[Bench]:
