@@ -107,7 +107,8 @@ class Comparison:
   def metric_place(self, told: str) -> str:
     """Returns the user's line that makes the first metric which is named in a text."""
     logged = recorded_step.record(self.subject)[0].metrics
-    named = [value for name, value in logged.items() if name in told][:1]
+    words = told.replace("[", " ").split()  # "mae is 1 and 2", "signs[0] is 3 and 4"
+    named = [value for name, value in logged.items() if name in words][:1]
     place = source_lines.made_at(named, self.task)
     return place or source_lines.method(self.task, "metrics", "train_step")
 
