@@ -289,15 +289,6 @@ def test_the_shares_of_the_time_are_shown():
   assert told == [["time"], ["two", "45.0", "s", "75%"], ["one", "15.0", "s", "25%"]]
 
 
-def test_a_terminal_shows_which_groups_are_left(capsys, monkeypatch):
-  monkeypatch.setattr(report, "is_terminal", lambda stream: True)
-  with report.shown(4) as (show, left):
-    left(["order", "learning"])
-    show("replicas")
-  told = capsys.readouterr().out
-  assert told.index("left: order, learning") < told.index("replicas\n")
-
-
 def test_the_json_holds_every_result():
   told = json.loads(report.Report(RESULTS, seconds=1.0).json())
   assert (told["failed"], told["seconds"]) == (1, 1.0)
@@ -322,7 +313,7 @@ if sys.argv[1] == "used":
   tf.constant(1)
 begin = lambda: float(tf.constant(2))
 side_by_side._cores = lambda: 2
-done = side_by_side.ran(["a", "order", "c", "replicas"], run, begin, lambda left: None, most=2)
+done = side_by_side.ran(["a", "order", "c", "replicas"], run, begin, most=2)
 print([(each.group, each.results[0].check) for each in done])
 """
 

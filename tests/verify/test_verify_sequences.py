@@ -5,7 +5,7 @@ from defects import sequences as defects
 from defects.kinds import Small
 from defects.small import accused, failures, subject
 
-from loopwright.tools.verify import consequences
+from loopwright.tools.verify import report
 from loopwright.tools.verify.checks import sequences
 
 
@@ -14,7 +14,7 @@ from loopwright.tools.verify.checks import sequences
 def test_a_defect(name):
   results = sequences.check(subject(getattr(defects, name)))
   assert tuple(each.check for each in results) == sequences.NAMES
-  [failed] = failures(consequences.marked(results, []))
+  [failed] = failures(report.marked(results, []))
   assert (failed.cause, failed.place) == defects.DEFECTS[name]
   assert failed.remedy
 

@@ -9,7 +9,7 @@ from defects.small import accused, explained, failures, found, place, subject
 from test_verify_newcomers import on_two
 
 from loopwright.tools import verify
-from loopwright.tools.verify import consequences
+from loopwright.tools.verify import report
 from loopwright.tools.verify.bench.comparison import Comparison
 from loopwright.tools.verify.checks import (
   gradients,
@@ -155,7 +155,7 @@ def failed(check, cause, place="mine.py:1, in Mine.loss"):
 
 def test_what_follows_from_a_failure_is_no_second_one():
   first = [failed("on 2", "mean of means"), failed("on 3", "mean of means")]
-  before = consequences.marked(first, [])
+  before = report.marked(first, [])
   assert [each.status for each in before] == ["failed", "not applicable"]
   assert before[1].detail == "follows from 'on 2' above; 0.1"
   others = [
@@ -163,10 +163,10 @@ def test_what_follows_from_a_failure_is_no_second_one():
     failed("wrong", "wrong gradient"),
     failed("learns", "cannot learn one batch", place=""),
   ]
-  after = consequences.marked(others, before)
+  after = report.marked(others, before)
   assert [each.status for each in after] == ["failed", "failed", "not applicable"]
 
 
 def test_failures_without_a_cause_are_each_shown():
   unknown = [failed("one", "unknown", place=""), failed("other", "unknown", place="")]
-  assert consequences.marked(unknown, []) == unknown
+  assert report.marked(unknown, []) == unknown

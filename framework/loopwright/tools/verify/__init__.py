@@ -5,7 +5,7 @@
 checks/ has one module per group of the registry, with `check(subject) -> results`; docs/verify.md
 explains each check. padding.py and own_optimizer.py are parts of the group "replicas",
 augmentation.py of "randomness", contents.py of "inputs". report.py holds the results,
-causes.txt all causes with their remedies, consequences.py what follows from what.
+and says what follows from what, causes.txt all causes with their remedies.
 side_by_side.py runs groups in forks.
 bench/ has the tools of the checks:
 
@@ -45,7 +45,7 @@ from loopwright.options.groups import Numerics
 from loopwright.runs.builder import made_task, set_globals
 from loopwright.runs.from_config import bound, bound_mesh, bound_recipe
 from loopwright.strategies import factories
-from loopwright.tools.verify import consequences, report, side_by_side
+from loopwright.tools.verify import report, side_by_side
 from loopwright.tools.verify.bench import source_lines
 from loopwright.tools.verify.bench.bench import MOST_REPLICAS, Subject
 from loopwright.tools.verify.report import Group, Report, Result
@@ -68,7 +68,6 @@ def verify(
   groups: Sequence[str] | None = None,
   together: bool = False,
   show: Callable[[str], None] = lambda text: None,
-  left: Callable[[Sequence[str]], None] = lambda groups: None,
 ) -> Report:
   """Runs the checks; the process must not have used TensorFlow's devices before (host).
 
@@ -77,7 +76,6 @@ def verify(
     groups: names of the registry and of `register`; None runs all.
     together: several at a time, in forks, if the process has not used TensorFlow yet.
     show: called with the text of each group when it is done, in the order of `groups`.
-    left: called with the names of the groups that are not done, from time to time.
 
   Raises:
     ConfigError: an unknown group, or TensorFlow has started with too few logical CPUs.
@@ -92,10 +90,10 @@ def verify(
       return _accepted(_checked(group, checks[group], subject), subject)
 
   done = side_by_side.ran(
-    groups, run, lambda: prepare(subject), left, most=side_by_side.MOST if together else 1
+    groups, run, lambda: prepare(subject), most=side_by_side.MOST if together else 1
   )
   for group, results, seconds in done:
-    found = consequences.marked(results, made.results)
+    found = report.marked(results, made.results)
     if text := report.section(found):
       show(text)
     made.results += found
@@ -191,4 +189,4 @@ def _raised(group: str, subject: Subject, error: Exception) -> Result:
       method = source_lines.method(task, *methods) if detail.startswith(beginning) else ""
       if method and method.partition(", in ")[2] != place.partition(", in ")[2]:
         place = method
-  return Group(group).failed(consequences.RUNS, detail, cause, place)
+  return Group(group).failed(report.RUNS, detail, cause, place)

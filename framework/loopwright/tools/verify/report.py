@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import json
-import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from loopwright.reporting.live import Terminal
-from loopwright.reporting.progress import Line, is_terminal
 from loopwright.tools.verify import causes
 
 Status = Literal["passed", "accepted", "failed", "not applicable"]
 WIDTH, COLUMN = 100, 30
+RUNS = "runs at all"
+"""The check that fails if a group raises."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,24 +130,6 @@ class Report:
     return json.dumps(report, indent=2, default=float) + "\n"
 
 
-@contextlib.contextmanager
-def shown(groups: int) -> Iterator[tuple[Callable[[str], None], Callable[[Sequence[str]], None]]]:
-  """Gives a function that prints a section, and one that shows the names of groups that are left.
-
-  On a terminal these are a live line below the sections, elsewhere they are not shown.
-  """
-  if not is_terminal(sys.stdout):
-    yield lambda text: print(f"{text}\n", flush=True), lambda left: None
-    return
-  terminal = Terminal(sys.stdout)
-  yield (
-    lambda text: terminal.write(f"{text}\n"),
-    lambda left: terminal.show([Line(1 - len(left) / groups, f"left: {', '.join(left)}")]),
-  )
-  terminal.show([])
-  terminal.close()
-
-
 def section(results: Sequence[Result]) -> str:
   """Returns the lines of one group that say something, beginning with its name; "" if none do."""
   results = [result for result in results if result.status != "not applicable"]
@@ -180,3 +160,37 @@ def _hanging(first: str, text: str) -> list[str]:
 def _wrapped(text: str, width: int) -> list[str]:
   """Breaks a text between words; a name or a path that is longer than a line stays whole."""
   return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def marked(results: Sequence[Result], before: Sequence[Result]) -> list[Result]:
+  """Returns results in which what follows from an earlier failure is not a failure.
+
+  One mistake often makes several checks fail. The first names it; whoever corrects it need not look
+  into the others.
+
+  Args:
+    results: of one group.
+    before: of the groups before it.
+  """
+  failures = [result for result in before if result.status == "failed"]
+  made = []
+  for result in results:
+    if result.status == "failed":
+      if first := next((each for each in failures if _follows(result, each)), None):
+        result = dataclasses.replace(
+          result, status="not applicable", cause="", remedy="", place="",
+          detail=f"stops at the error that {first.group!r} reports"
+          if result.check == RUNS
+          else f"follows from {first.check!r} above; {result.detail}",
+        )  # fmt: skip
+      else:
+        failures.append(result)
+    made.append(result)
+  return made
+
+
+def _follows(result: Result, first: Result) -> bool:
+  if result.check == first.check == RUNS:
+    return (result.place or result.detail) == (first.place or first.detail)
+  same = (result.cause, result.place) == (first.cause, first.place)
+  return (same and result.cause != "unknown") or causes.follows(result.cause, first.cause)

@@ -27,7 +27,6 @@ MOST = 4
 """Processes at a time: more would wait for the longest group anyway."""
 _FIRST = (("replicas", "order"), ("restore",), ("learning",), ("gradients",))
 """What begins first, as it takes longest; groups of one process share a traced step."""
-_TOLD_EVERY_S = 0.5
 _PR_SET_PDEATHSIG = 1
 _in_fork: list[Callable[[str], Ran]] = []
 """How this process runs a group, if it is a fork."""
@@ -45,7 +44,6 @@ def ran(
   groups: Sequence[str],
   run: Callable[[str], list[Result]],
   begin: Callable[[], None],
-  left: Callable[[Sequence[str]], None],
   *,
   most: int,
 ) -> Iterator[Ran]:
@@ -55,7 +53,6 @@ def ran(
     groups: their names.
     run: runs one.
     begin: called once in each process that runs some.
-    left: called with the names of those that are not done, from time to time.
     most: processes at a time, if there are as many cores.
   """
 
@@ -65,14 +62,12 @@ def ran(
 
   processes = min(most, _cores(), len(groups))
   if processes > 1 and may_fork():
-    for done in _forked(groups, processes, timed, begin, left):
+    for done in _forked(groups, processes, timed, begin):
       yield done
       groups = groups[1:]
   if groups:
     begin()
-  for number, group in enumerate(groups):
-    left(groups[number:])
-    yield timed(group)
+  yield from map(timed, groups)
 
 
 def _cores() -> int:
@@ -91,7 +86,6 @@ def _forked(
   processes: int,
   timed: Callable[[str], Ran],
   begin: Callable[[], None],
-  left: Callable[[Sequence[str]], None],
 ) -> Iterator[Ran]:
   """Yields groups in order, up to the first that a process was ended in, as for its memory."""
   others = multiprocessing.active_children()
@@ -106,9 +100,6 @@ def _forked(
       group: future for job in jobs for future in [pool.submit(_run_in_fork, job)] for group in job
     }
     for group in groups:
-      while not waiting[group].done():
-        left([each for each in groups if not waiting[each].done()])
-        concurrent.futures.wait([waiting[group]], timeout=_TOLD_EVERY_S)
       yield waiting[group].result()[group]
   except concurrent.futures.process.BrokenProcessPool:
     return
