@@ -379,12 +379,7 @@ def strategy_of(
   communications: Communications | None = None,
   kind: type[tf.distribute.Strategy] = tf.distribute.MirroredStrategy,
 ) -> tf.distribute.Strategy:
-  """Returns a strategy with this many logical CPUs.
-
-  Args:
-    replicas: how many.
-    communications: sums over several; None makes some.
-    kind: of the strategy of several.
+  """Returns a strategy with this many logical CPUs; of several, of a kind.
 
   Raises:
     ConfigError: TensorFlow has started with fewer.

@@ -132,11 +132,7 @@ class Watched:
 
 @contextlib.contextmanager
 def watch(owner: Any) -> Iterator[Watched]:
-  """Watches what is traced inside the context, in all threads (host).
-
-  Args:
-    owner: its NumPy and Python generators are watched too, with the global ones.
-  """
+  """Watches what is traced inside, in all threads, and the Python generators of an owner (host)."""
   watched, states = Watched(), [_states(owner)]
   default_rng = np.random.default_rng
 

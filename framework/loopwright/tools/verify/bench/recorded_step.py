@@ -175,14 +175,7 @@ class Recording:
   def begins(
     self, step: Step, call: Call, tensors: Iterable[Any] = (), equal: Iterable[Any] = ()
   ) -> None:
-    """Records a call of the first step made; calls within the call do not count.
-
-    Args:
-      step: the caller.
-      call: what it calls.
-      tensors: the gradients that it passes.
-      equal: what must be equal on all replicas.
-    """
+    """Records a call of the first step made, the gradients that it passes, what must be equal."""
     if self.owns(step):
       self._note(call, tensors)
       call.local |= bool({"rows", "raw"} & self._behind(_tensors(equal))[0])
@@ -404,13 +397,9 @@ class Made:
 
 @contextlib.contextmanager
 def variables_made(*, moved: frozenset[int] = frozenset()) -> Iterator[list[Made]]:
-  """Notes the trainable variables of floats that the user's code makes inside the context.
+  """Yields a list of the trainable variables of floats that the user's code makes inside.
 
-  Args:
-    moved: numbers, in the order of the list, of variables that begin at other values.
-
-  Yields:
-    The list, which grows.
+  Those of the numbers `moved`, in the order of the list, begin at other values.
   """
   found: list[Made] = []
 

@@ -46,13 +46,7 @@ def of_step(subject: Subject) -> Meeting:
 
 
 def meeting(task: Any, given: Rows, run: Callable[[Rows], object]) -> Meeting:
-  """Returns where rows of a batch meet, while `run` computes eagerly.
-
-  Args:
-    task: whose methods are named.
-    given: some rows; they are repeated.
-    run: takes a batch, of as many rows as no axis has.
-  """
+  """Returns where rows meet: `run` computes eagerly of the `given` ones, as many as no axis has."""
   sizes = {size for value in given.values() for size in value.shape[1:]}
   count = next(prime for prime in PRIMES if prime not in sizes)
   rows = {name: value[np.arange(count) % len(value)] for name, value in given.items()}

@@ -28,11 +28,7 @@ _DRAWS = {
 
 @contextlib.contextmanager
 def replaced(by: Callable[[str, Draw], Draw]) -> Iterator[None]:
-  """Replaces the random ops that take a seed, inside the context, traced or eager (host).
-
-  Args:
-    by: (name in `tf.random`, op) -> the op to call instead.
-  """
+  """Replaces the random ops that take a seed by those that `by` makes of (name, op) (host)."""
   with contextlib.ExitStack() as stack:
     for public, internal in _DRAWS.items():
       draw = by(public, getattr(ops, internal))

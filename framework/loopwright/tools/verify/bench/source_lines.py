@@ -43,9 +43,8 @@ def own_methods(owner: Any) -> Iterator[Callable[..., Any]]:
 def of_operation(operation: tf.Operation, owner: Any) -> str:
   """Returns the innermost line of the user's code that made an operation; "" if there is none.
 
-  Args:
-    operation: of a graph traced in this process.
-    owner: the task, whose methods are named with its class.
+  The methods of `owner`, the task, are named with its class. The operation is of a graph that this
+  process has traced.
   """
   return of_frames(_frames(operation), owner)
 
@@ -70,15 +69,7 @@ def method(owner: Any, *names: str) -> str:
 
 
 def made_at(tensors: Any, task: Any) -> str:
-  """Returns the user's innermost line that made some tensors, else the nearest one behind them.
-
-  Args:
-    tensors: of a graph traced in this process, in any structure; eager ones have no line.
-    task: whose methods are named with its class.
-
-  Returns:
-    As `method`.
-  """
+  """Returns the user's innermost line that made tensors of a graph, else one behind them, or ""."""
   flat = tf.nest.flatten(tensors, expand_composites=True)
   waiting = [each.op for each in flat if tf.is_symbolic_tensor(each)]
   seen = {id(operation) for operation in waiting}

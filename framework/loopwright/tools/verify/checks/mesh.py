@@ -128,11 +128,7 @@ class OnMesh:
     return [Bench(self.subject, strategy=each, **common) for each in (self.strategy, None)]
 
   def _noise(self, *, metrics: bool) -> str:
-    """Compares a step with the task's own random numbers; returns how it differs, or "".
-
-    Args:
-      metrics: whether to compare metrics too.
-    """
+    """Returns how a step with the task's own random numbers differs, or in `metrics`; or ""."""
     of = self.compared
     both = self._both(optimizer=bench.gradient_descent, quiet=False)
     found = of.difference(*(e.steps_from(of.start, of.batch) for e in both), without=of.state)

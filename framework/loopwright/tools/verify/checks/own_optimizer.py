@@ -47,12 +47,7 @@ class Steps(NamedTuple):
 
 
 def same_with_options(of: Comparison, *, alike: bool) -> Iterator[Result]:
-  """Checks several steps with all options on.
-
-  Args:
-    of: the step on one replica.
-    alike: whether the bare updates agree; otherwise only the overflow is checked.
-  """
+  """Checks several steps with all options on; only the overflow if bare updates are not alike."""
   options = _options(of)
   try:
     steps = run(of, options)
