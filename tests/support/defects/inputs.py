@@ -12,7 +12,7 @@ from loopwright import ArraySource, Loss, Source, StreamSource
 DEFECTS, defect = planted()
 """Of a task: check -> cause of what fails, words of the line that the first names, and options:
 `owner` of that line if it is another class, what the first `says`, others of the subject."""
-APART, RANGE, WORKERS = "train and eval apart", "label range", "shared out to 2 and 3 workers"
+APART, RANGE, WORKERS = "train and eval apart", "label range", "shared out to 2 workers"
 ANY_SIZE, IGNORED = "evaluation in batches of any size", "source() ignores the split"
 MIXES, NUMBERS = "preprocess() mixes rows", "preprocess() numbers examples itself"
 OVERLAP = "train and eval overlap"

@@ -182,19 +182,15 @@ class Reading:
     return self._failed(name, told, NUMBERS if others else DROPS)
 
   def _workers(self) -> Result:
-    name = "shared out to 2 and 3 workers"
-    rows = padded_batch_size(self.batch_size, 6)
-    whole = self._made_by(range(rows), rows)
-    mixed = ""
-    for workers in (2, 3):
-      share = rows // workers
-      parts = [self._made_by(range(i, i + share), rows) for i in range(0, rows, share)]
-      joined = {key: np.concatenate([part[key] for part in parts]) for key in whole}
-      if not np.array_equal(joined["example_id"], whole["example_id"]):
-        told = f"of a batch of examples {_some(whole['example_id'])}, {workers} workers make "
-        told += " and ".join(_some(part["example_id"]) for part in parts)
-        return self._failed(name, told, NUMBERS)
-      mixed = mixed or survey.apart(joined, whole, tolerance=1e-5)
+    name, rows = "shared out to 2 workers", padded_batch_size(self.batch_size, 2)
+    shares = (range(rows), range(rows // 2), range(rows // 2, rows))
+    whole, *parts = (self._made_by(share, rows) for share in shares)
+    joined = {key: np.concatenate([part[key] for part in parts]) for key in whole}
+    if not np.array_equal(joined["example_id"], whole["example_id"]):
+      told = f"of a batch of examples {_some(whole['example_id'])}, 2 workers make "
+      told += " and ".join(_some(part["example_id"]) for part in parts)
+      return self._failed(name, told, NUMBERS)
+    mixed = survey.apart(joined, whole, tolerance=1e-5)
     if not mixed:
       return GROUP.passed(name, "each example once, the same as on one")
     if isinstance(self.source, StreamSource):
