@@ -291,8 +291,8 @@ class _Recorded(Step):
     return gradients
 
   def log(self, metrics: Any) -> None:
-    self.recording.metrics |= metrics
     super().log(metrics)
+    self.recording.metrics |= metrics
 
   def assign(self, variable: Variable, value: Any, *, when: Any = None) -> None:
     call = Call("assign", models.name(variable), always=when is None)
