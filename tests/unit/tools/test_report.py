@@ -408,7 +408,10 @@ def test_many_runs_are_sorted_colored_and_compared_in_a_browser():
     [drawn] = [opened.value("document.getElementById('plot-0').data[0].y")]
     assert drawn == pytest.approx([1.0, 0.25 / 0.75, 0.125 / 0.875])
     assert opened.value("new Set(data.runs.map((_, i) => color(i))).size") == 12
+    marks = "[...document.querySelectorAll('#results tbody th')].map(each => each.style.boxShadow)"
+    assert len({*opened.value(marks)}) == 12
     opened.value("by.value = 'x.kind'; by.dispatchEvent(new Event('change'))")
+    assert len({*opened.value(marks)}) == 2
     assert opened.value("new Set(data.runs.map((_, i) => color(i))).size") == 2
     parts = "ofHue(137.508 * i % 360).match(/\\w\\w/g).map(c => parseInt(c, 16) / 255)"
     all_of_300 = f"[...Array(300).keys()].map(i => contrast(...{parts}))"

@@ -21,6 +21,7 @@ const groups = data.runs.map((_, run) =>
   others.map(name => `${name} = ${data.bindings[name][run]}`).join("; ") || "all runs");
 const isRepeated = bindings.includes(seed) && new Set(groups).size < data.runs.length;
 const valuesOf = name => name === repeated ? groups : data.bindings[name];
+const numbers = new Map(data.runs.map((name, index) => [name, index]));
 const hidden = new Set(), filtered = new Set();  // runs: without their box, without the filter's text
 const isShown = run => !hidden.has(run) && !filtered.has(run);
 
@@ -278,6 +279,9 @@ function drawAll() {
     label.hidden = filtered.has(run);
     label.querySelector("i").style.background = color(run);
   });
+  document.querySelectorAll("#results tbody th").forEach(cell => {
+    if (numbers.has(cell.textContent)) cell.style.boxShadow = `inset 4px 0 ${color(numbers.get(cell.textContent))}`;
+  });
   if (by) drawLegend();
   data.plots.forEach((plot, index) => {
     const element = find(`plot-${index}`);
@@ -390,7 +394,6 @@ function sortable(table, number) {  // a click on a head sorts the rows, a text 
 
 function filter(table, rows, index) {  // that of the results leaves runs out of the curves too
   const isResults = table.closest("#results") !== null, box = make("input", {type: "search", id: `filter-${index}`});
-  const numbers = new Map(data.runs.map((name, index) => [name, index]));
   let waits = 0;
   table.parentElement.before(make("label", {className: "filter"}, isResults ? "runs with " : "rows with ", box));
   box.addEventListener("input", () => {
