@@ -74,13 +74,7 @@ def numbering(source: Source | StreamSource) -> set[str]:
 def digests(
   source: Source | StreamSource, *, seconds: float, without: Collection[str] = ()
 ) -> Digests:
-  """Reads a source for some seconds (host): a stream from its start, others in random order.
-
-  Args:
-    source: what to read.
-    seconds: the time to do so.
-    without: features to leave out, as the weight always is.
-  """
+  """Reads a source for some seconds (host): a stream from its start, others in random order."""
   by_id: dict[int, bytes] = {}
   varying: set[str] = set()
   first: Rows = {}
@@ -140,12 +134,7 @@ def of_all_lengths(source: AnySource) -> Any:
 def evaluation_sources(
   task: Task, choose: Callable[[Any], Any] = of_one_shape
 ) -> tuple[dict[str, Source | StreamSource], str]:
-  """Returns name -> source of each evaluation set, or none and why: a task may only train.
-
-  Args:
-    task: the task.
-    choose: what to take of several buckets.
-  """
+  """Returns name -> source of each evaluation set, or none and why: a task may only train."""
   try:
     sets = eval_sets(task.source("eval"))
     return {name: choose(source) for name, source in sets.items()}, ""

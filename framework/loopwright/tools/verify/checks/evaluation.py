@@ -50,12 +50,7 @@ class Comparison:
   """Evaluations of the same examples."""
 
   def __init__(self, subject: Subject, small: int) -> None:
-    """Evaluates on one replica.
-
-    Args:
-      subject: what to verify.
-      small: the rows of a small batch; a large one has twice as many, and all are three times.
-    """
+    """Evaluates on one replica: three times `small` rows, in batches of `small` and of twice."""
     self.subject, self.small, self.alone = subject, small, Evaluated(subject)
     rows = subject.rows(self.alone.task, 3 * small, training=False)
     real = np.flatnonzero(rows["example_id"] >= 0)

@@ -250,13 +250,7 @@ class Reading:
 
 
 def _leaked(shared: int, part: float, chance: float) -> bool:
-  """Whether more evaluation examples are in training than equal ones by chance.
-
-  Args:
-    shared: how many.
-    part: the share of all that were read.
-    chance: the share to expect.
-  """
+  """Whether `shared`, a `part` of all, are more than the part to expect by `chance`."""
   if shared < 2 or part < LEAKED:
     return False
   expected = chance * shared / part

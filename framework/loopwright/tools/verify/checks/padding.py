@@ -115,12 +115,7 @@ def _without_padding(of: Comparison) -> Difference | None:
 
 
 def _weights(of: Comparison, *, known_to_count: bool) -> Result:
-  """Checks that the update depends on which rows have which weights.
-
-  Args:
-    of: the step on one replica.
-    known_to_count: whether another check has found that padding counts.
-  """
+  """Checks that the update depends on which rows have which weights."""
   if found := _weights_count(of):
     told = f"other weights change the update, by {min(found.worst, 9.99):.2g}"
     return GROUP.passed(WEIGHTS, told)

@@ -357,13 +357,9 @@ def _of_tokens(value: Any) -> np.ndarray:
 
 
 def _apart(one: np.ndarray, other: np.ndarray, kept: np.ndarray, changed: np.ndarray) -> np.ndarray:
-  """Returns which of the kept tokens have other numbers, bool [n, length].
+  """Returns which of the kept tokens have other numbers [n, length, -1], bool [n, length].
 
-  Args:
-    one: [n, length, -1].
-    other: the same, of rows that were changed.
-    kept: bool [n, length], tokens whose numbers must not move.
-    changed: those whose numbers may; they say what is more than rounding.
+  The numbers of those that may change say what is more than rounding.
   """
   change = np.abs(one - other).max(axis=2)
   size = max(
