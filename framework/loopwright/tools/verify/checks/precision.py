@@ -48,9 +48,9 @@ def check(subject: Subject) -> list[Result]:
   policy = subject.precision
   if policy not in LIMITS:
     return [GROUP.skipped(CHECK, f"run.precision is {policy}")]
-  reference = Float32Gradient(subject)
+  half = HalfGradient(subject)
   with under(policy):
-    return [HalfGradient(reference).result()]
+    return [half.result()]
 
 
 class GradientStep(NamedTuple):
@@ -74,40 +74,31 @@ class GradientStep(NamedTuple):
     return np.concatenate([gradient.ravel() for gradient in self.gradients])
 
 
-class Float32Gradient:
-  """The gradient in float32."""
+class HalfGradient:
+  """The gradient under the config's policy, compared with that in float32."""
 
   def __init__(self, subject: Subject) -> None:
-    """Takes it, and again with the rows in reverse order; the difference is rounding."""
+    """Takes the latter, and again with the rows in reverse order; the difference is rounding."""
     self.subject, self.rows = subject, subject.divisible_rows
+    self.dtype, self.limit = subject.precision[len("mixed_") :], LIMITS[subject.precision]
     with under("float32"):
       here = make(subject, self.rows, loss_scale=loss_scale.none)
       owned = [v for o in here.trainer.parts.optimizers.values() for v in o.variables]
       self.start, self.names = here.read(), [models.name(variable) for variable in owned]
       self.batch = subject.rows(here.task, self.rows)
-      self.step = gradient(here, self.start, self.batch)
+      self.wanted = gradient(here, self.start, self.batch)
       backwards = {name: value[::-1].copy() for name, value in self.batch.items()}
       other = gradient(here, self.start, backwards).flat
-    self.flat = self.step.flat
+    self.flat = self.wanted.flat
     apart = np.abs(other - self.flat)
     self.meaningful = (self.flat != 0) & (apart <= _NOISE * np.abs(self.flat))
 
-
-class HalfGradient:
-  """The gradient under the config's policy, which must be in force."""
-
-  def __init__(self, reference: Float32Gradient) -> None:
-    """Sets what to compare with; takes no step yet."""
-    self.reference, self.subject = reference, reference.subject
-    self.dtype, self.limit = self.subject.precision[len("mixed_") :], LIMITS[self.subject.precision]
-
   def result(self) -> Result:
-    """Returns the result for the gradient, or why there is none."""
-    flat = self.reference.flat
-    if not (np.isfinite(flat).all() and flat.any()):
+    """Returns the result, or why there is none; the policy must be in force."""
+    if not (np.isfinite(self.flat).all() and self.flat.any()):
       return GROUP.skipped(CHECK, "the first gradient in float32 is zero or not finite")
     try:
-      here = make(self.subject, self.reference.rows)
+      here = make(self.subject, self.rows)
       taken = self._settled(here)
     except Exception as error:  # anything that the user's code raises in the other dtype
       place = source_lines.qualified(failures.place_of(error), self.subject.fresh_task())
@@ -129,27 +120,26 @@ class HalfGradient:
   def _settled(self, here: Bench) -> GradientStep:
     """Returns the first step that a dynamic scale does not skip; otherwise the last one tried."""
     for _ in range(24):
-      taken = gradient(here, self.reference.start, self.reference.batch)
+      taken = gradient(here, self.start, self.batch)
       if not taken.skipped or not np.isfinite(taken.loss) or taken.scale == _scale(here):
         break
     return taken
 
   def _apart(self, taken: GradientStep) -> float:
-    wanted = self.reference.flat
-    return float(np.linalg.norm(taken.flat - wanted) / np.linalg.norm(wanted))
+    return float(np.linalg.norm(taken.flat - self.flat) / np.linalg.norm(self.flat))
 
   def _lost(self, taken: GradientStep) -> float:
     """Returns the share of elements that are 0 here but not in float32."""
-    meaningful = self.reference.meaningful
-    return float((taken.flat[meaningful] == 0).mean()) if meaningful.any() else 0.0
+    lost = taken.flat[self.meaningful] == 0
+    return float(lost.mean()) if lost.size else 0.0
 
   def _told(self, taken: GradientStep, apart: float, lost: float) -> str:
     scaled = f" at loss scale {taken.scale:g}" if taken.scale != 1 else ""
     if taken.skipped:
       what = "gradient" if np.isfinite(taken.loss) else "loss"
       return f"the {what} is not finite{scaled}, in float32 it is"
-    pairs = zip(taken.gradients, self.reference.step.gradients, self.reference.names, strict=True)
-    floor = 1e-3 * np.linalg.norm(self.reference.flat)
+    pairs = zip(taken.gradients, self.wanted.gradients, self.names, strict=True)
+    floor = 1e-3 * np.linalg.norm(self.flat)
     each = [(np.linalg.norm(g - w) / max(np.linalg.norm(w), floor), name) for g, w, name in pairs]
     worst, name = max(each)
     most = f"relative error {apart:.1e} (most in {name}, {worst:.1e})"
@@ -179,8 +169,8 @@ class HalfGradient:
   def _larger_scale(self, scale: float) -> float | None:
     for factor in _TRIES if self.dtype == "float16" else ():
       scaled = functools.partial(loss_scale.fixed, scale=scale * factor)
-      here = make(self.subject, self.reference.rows, loss_scale=scaled)
-      taken = gradient(here, self.reference.start, self.reference.batch)
+      here = make(self.subject, self.rows, loss_scale=scaled)
+      taken = gradient(here, self.start, self.batch)
       right = self._apart(taken) <= self.limit and self._lost(taken) <= UNDERFLOW
       if right and not taken.skipped:
         return scale * factor
@@ -188,10 +178,10 @@ class HalfGradient:
 
   def _watched(self) -> list[tuple[Operation, list[np.ndarray]]]:
     """Returns the user's operations in an eager step, in order, with results in half precision."""
-    here = make(self.subject, self.reference.rows, eager=True)
+    here = make(self.subject, self.rows, eager=True)
     dtype = tf.as_dtype(self.dtype).as_numpy_dtype
     with contextlib.suppress(Exception), recorded_step.watched(here.task) as seen:
-      gradient(here, self.reference.start, self.reference.batch)
+      gradient(here, self.start, self.batch)
       halves = [(op, [v.astype(np.float32) for v in op.values if v.dtype == dtype]) for op in seen]
       return [(op, values) for op, values in halves if op.place and values]
     return []  # the task cannot run eagerly
