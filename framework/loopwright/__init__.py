@@ -71,7 +71,8 @@ def __getattr__(name: str) -> Any:
   """Imports a public name at its first use: a wrong flag is reported before TensorFlow loads."""
   if name in __all__:
     return registry.load("public", name)
-  raise AttributeError(f"module 'loopwright' has no attribute {name!r}")
+  hint = "; loopwright.run(task=..., ...) trains" if name in ("fit", "train") else ""
+  raise AttributeError(f"module 'loopwright' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ from loopwright.errors import ConfigError, kind
 from loopwright.graphs.aliases import AnySource, Batch, HostValue, Model, Structure, TensorLike
 from loopwright.graphs.autograph import as_written
 from loopwright.host.lazy_keras import KerasOptimizer
-from loopwright.inputs.sources import ArraySource
+from loopwright.inputs.sources import ArraySource, wrapping
 from loopwright.metrics import Loss, Metric, Sum
 from loopwright.models import models
 from loopwright.models.compiled_keras import CompiledModel, OutputLoss
@@ -74,6 +74,11 @@ def from_keras(
     raise ConfigError("from_keras() takes either x and y, or source; give one of them.")
   if source is None:
     source = _Arrays(train=(x, y, sample_weight), evaluation=validation_data)
+  if not callable(source):
+    raise ConfigError(
+      f"from_keras() got {kind(source)} as source; it must be a function of the split: "
+      "source=lambda split: ..."
+    )
   return KerasTask(model=model, source=source, class_weight=class_weight)
 
 
@@ -120,6 +125,17 @@ class KerasTask(Task):
     if tf.distribute.has_strategy():
       _bring_here(model, strategy, must=placement.of(strategy).makes_variables)
     return model
+
+  has_fit = False
+
+  def fit(self, *args: Any, **given: Any) -> Mapping[str, bytes]:
+    """Has nothing to learn; see `Task.fit`. What is meant for Keras's `fit` is refused."""
+    if args or given:
+      raise ConfigError(
+        "a task does not train itself; loopwright.run(task=..., train_epochs=10, "
+        "global_batch_size=32, model_dir='runs/mine') trains it."
+      )
+    return {}
 
   def source(self, split: str) -> AnySource:
     """Returns the arrays, or what the function `source` returns, of "train" or "eval"."""
@@ -263,10 +279,10 @@ def _named(name: str, structure: Structure) -> dict[str, np.ndarray]:
     return {f"{name}/{key}": _array(each) for key, each in structure.items()}
   if isinstance(structure, (list, tuple)):
     return {f"{name}/{index}": _array(each) for index, each in enumerate(structure)}
-  if structure is None or not hasattr(structure, "shape"):
+  if not hasattr(structure, "dtype") and not hasattr(structure, "iloc"):
     raise ConfigError(
       f"from_keras() got {kind(structure)} as {name}; it must be an array, or a list or dict of "
-      "arrays; for other data pass source=."
+      f"arrays; else give source=lambda split: {wrapping(structure)}, with features 'x' and 'y'."
     )
   return {name: _array(structure)}
 

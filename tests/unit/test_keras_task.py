@@ -854,6 +854,22 @@ def test_other_arguments_of_fit_are_refused(name):
     loopwright.from_keras(line(keras), X, TARGET, **{name: []})
 
 
+def test_what_a_user_of_keras_tries_first():
+  with pytest.raises(ConfigError, match=r"itself; loopwright.run\(task=..., train_epochs=10, "):
+    loopwright.from_keras(line(keras), X, TARGET).fit(epochs=2)
+  with pytest.raises(
+    AttributeError, match=r"no attribute 'fit'; loopwright.run\(task=..., ...\) tr"
+  ):
+    loopwright.fit  # noqa: B018
+  with pytest.raises(ConfigError, match="as source; it must be a function of the split"):
+    loopwright.from_keras(line(keras), source=ArraySource({"x": X, "y": TARGET}))
+  data = tf.data.Dataset.from_tensors(X)
+  with pytest.raises(
+    ConfigError, match=r"give source=lambda split: StreamSource\(dataset=...\), w"
+  ):
+    loopwright.from_keras(line(keras), data, TARGET).source("train")
+
+
 def test_arguments_that_contradict_or_are_missing(tmp_path, mirrored):
   with pytest.raises(ConfigError, match="either x and y, or source"):
     loopwright.from_keras(line(keras))

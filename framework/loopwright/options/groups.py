@@ -76,7 +76,13 @@ def taking(
     def call(*args: Parameters.args, **given: Parameters.kwargs) -> Result:
       for name in given.keys() - names_of(options):
         raise not_taken(function.__name__, name, "see docs/options.md.", names_of(options))
-      return function(options(*args, **given))
+      required = {
+        n for n, p in inspect.signature(options).parameters.items() if p.default is p.empty
+      }
+      if args or not required <= given.keys():
+        told = f"{function.__name__}() takes its arguments by name and needs "
+        raise ConfigError(told + ", ".join(f"{name}=..." for name in sorted(required)) + ".")
+      return function(options(**given))
 
     declaration.take(call, options)
     return call

@@ -95,6 +95,8 @@ def test_run_takes_all_options_and_says_what_they_mean():
 def test_a_wrong_call_of_run_names_run():
   with one_line_error(r"run\(\) takes no modle_dir; see .*Did you mean 'model_dir'\?"):
     run(modle_dir="m")
+  with one_line_error(r"run\(\) takes its arguments by name and needs model_dir=..., task=..."):
+    loopwright.run(object())
   with one_line_error(r"run\(\) takes no epochs; set run\(train_epochs="):
     run(epochs=3)
   with one_line_error("unknown run.mode 'trian'; it must be one of .* Did you mean 'train'?"):
