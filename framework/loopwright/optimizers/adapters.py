@@ -364,8 +364,8 @@ def _usable(name: str, factory: OptimizerFactory) -> KerasOptimizer:
   """Returns what a factory makes; raises a ConfigError unless the framework can update with it."""
   if rule.of(factory) is not None or not callable(factory):
     raise ConfigError(
-      f"optimizer {name!r} is {type(factory).__name__}, already built; pass a factory, which the "
-      "framework calls inside the strategy's scope (in gin: @keras.Adam without parentheses)."
+      f"optimizer {name!r} is {type(factory).__name__}, already built; pass a factory, such as "
+      "lambda: keras.optimizers.Adam(1e-3), or in gin @keras.Adam without parentheses."
     )
   try:
     optimizer = factory()

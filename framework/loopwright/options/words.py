@@ -47,6 +47,13 @@ FLAGS = _read("""
   dry_run fast_dev_run: `loopwright check CONFIG` checks the config
 """)
 """Flags that are no option of a config either -> what does it."""
+METHODS = _read("""
+  training_step: loss(outputs, batch), or train_step(step, batch) for the whole step
+  validation_step test_step: metrics(outputs, batch)
+  configure_optimizers: run.optimizer
+  train_dataloader val_dataloader: source(split)
+""")
+"""Methods of Lightning's modules -> what a task has."""
 
 
 def option(word: str) -> str:

@@ -174,7 +174,9 @@ def test_loss_scale_optimizers_are_refused(library):
 @both
 def test_an_optimizer_in_place_of_a_factory_is_refused(library):
   message = optimizer_error(KERAS[library].SGD(0.1))
-  assert "optimizer 'critic' is SGD, already built; pass a factory" in message
+  assert (
+    "optimizer 'critic' is SGD, already built; pass a factory, such as lambda: keras." in message
+  )
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from loopwright.metrics.names import REPORTED
 from loopwright.reporting.progress import format_number
 from loopwright.run_folder.checkpoints import CheckpointManager
 from loopwright.run_folder.places import require_writable
+from loopwright.runs import builder
 from loopwright.runs.runner import run
 from loopwright.strategies import factories
 
@@ -668,3 +669,15 @@ def test_a_folder_that_tensorflow_and_the_system_do_not_find_alike(tmp_path, mon
   assert (sorted(os.listdir("x")), os.path.isdir("a..b")) == (["deep", "y"], True)
   with pytest.raises(ConfigError, match=r"^model_dir is 'a\\udcff'; its name must be text"):
     require_writable("a\udcff")
+
+
+def test_methods_of_lightning_in_a_task_are_told(caplog):
+  class Lit(toys.Regression):
+    def training_step(self, batch):
+      raise AssertionError("the loop calls it")
+
+  builder.made_task(Lit())
+  assert "Lit.training_step is not called by the loop; what a task has is loss(" in caplog.text
+  caplog.clear()
+  builder.made_task(toys.Regression())
+  assert not caplog.text
