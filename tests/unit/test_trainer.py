@@ -453,31 +453,6 @@ def test_a_metric_needs_a_name(name):
     require_free([name], who="the task returns")
 
 
-@pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, tf_keras.optimizers.Adam])
-@pytest.mark.parametrize("fuse_updates", [True, False])
-def test_the_whole_step_compiles_under_xla(fuse_updates, optimizer, one):
-  """As a TPU would have it: no operation of the host in it, every shape static; the same update."""
-  finals = []
-  for compiled in (False, True):
-    task = Linear(kind="module")
-    trainer = make(
-      one, task, optimizer=lambda: optimizer(RATE), clip_norm=1.0, accumulation_steps=2,
-      ema_decay=0.9, loss_scale=loss_scale.dynamic, fuse_updates=fuse_updates,
-    )  # fmt: skip
-    step = tf.function(trainer.replica_step, jit_compile=compiled)
-    batches = iter(trainer.dataset_fn(0))
-    for _ in range(3):
-      finite, _ = step(next(batches), tf.constant(0.25))
-      assert finite
-    [kernel] = kernels(trainer)
-    results = trainer.metrics.result()
-    assert results["input_wait"] == 0.25
-    finals.append((kernel, trainer.parts.ema.averages[0].numpy(), results["loss"]))
-  for plain, compiled in zip(*finals, strict=True):
-    np.testing.assert_allclose(compiled, plain, rtol=1e-5)
-  assert np.abs(finals[1][0] - KERNEL).max() > RATE
-
-
 class Decaying(loss_scale.LossScale):
   """A user's own: its value is the variable itself."""
 
