@@ -280,9 +280,8 @@ def _escaped(name: str) -> str:
 
 def _slots(holder: Any) -> Iterator[tuple[str, Any]]:
   for kind in type(holder).__mro__:
-    has_own = _package(kind) not in _LIBRARIES
     for name, member in vars(kind).items():
-      if isinstance(member, types.MemberDescriptorType) and has_own:
+      if isinstance(member, types.MemberDescriptorType) and _package(kind) not in _LIBRARIES:
         try:
           value = member.__get__(holder)
         except AttributeError:  # it has no value
