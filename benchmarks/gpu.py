@@ -295,10 +295,7 @@ def row(name: str, precision_name: str, who: str, *, small: bool, block_s: float
 
 
 def timed(run: Callable[[int], float], block_s: float, *, multiple: int = 1) -> float:
-  """Returns the seconds of a step: the median of five blocks of about `block_s` seconds.
-
-  Each has so many steps that it is a `multiple`.
-  """
+  """Returns the seconds of a step: the median of five blocks of about `block_s`, a `multiple`."""
   run(3)
   began = time.perf_counter()
   run(3)

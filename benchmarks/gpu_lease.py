@@ -254,11 +254,8 @@ def configured(name: str) -> Callable[[Lease], str]:
   def trained(lease: Lease) -> str:
     steps = 4 if lease.small else 100
     command = [sys.executable, "launch.py", "train", *CONFIGS[name], f"run.train_steps={steps}"]
-    command += [
-      f"run.steps_per_loop={steps // 4}",
-      "run.eval_steps=1",
-      f"--model_dir={lease.out / name}",
-    ]
+    command += [f"run.steps_per_loop={steps // 4}", "run.eval_steps=1"]
+    command += [f"--model_dir={lease.out / name}"]
     return lease.run(name, command, limit_s=100, **GROW).strip().splitlines()[-1]
 
   return trained
@@ -312,16 +309,6 @@ def profile(lease: Lease) -> str:
   return f"{len(traces)} trace(s) of {sum(p.stat().st_size for p in traces)} bytes, for TensorBoard"
 
 
-def memory(lease: Lease) -> str:
-  """The most that a run of the shipped language model takes."""
-  folder = lease.out / "memory_run"
-  train = [sys.executable, "launch.py", "train", "language_model", "run.train_steps=20"]
-  train += ["run.steps_per_loop=10", "run.eval_steps=1", f"--model_dir={folder}"]
-  lease.run("memory_run", train, limit_s=120)
-  last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-2])
-  return f"{last['gpu_memory_mib']:.0f} MiB" if "gpu_memory_mib" in last else "no GPU"
-
-
 def rows(names: Sequence[tuple[str, str, str]]) -> dict[str, Callable[[Lease], str]]:
   """Returns the parts of some rows by their names."""
   return {f"{who}, {model}, {precision}": throughput(model, precision, who)
@@ -339,7 +326,7 @@ PHASES: tuple[tuple[bool, dict[str, Callable[[Lease], str]]], ...] = (
   (True, {"conformance": conformance, "verify": verified, "beside_the_cpu": beside_the_cpu,
           "deterministic, resumed": in_turn(deterministic, resumed),
           **{name: configured(name) for name in CONFIGS}}),
-  (False, {**rows(ROWS), "memory": memory, "profile": profile, "nccl": nccl, "together": together}),
+  (False, {**rows(ROWS), "profile": profile, "nccl": nccl, "together": together}),
 )  # fmt: skip
 """Whether its parts run side by side, and the parts."""
 PARTS = {name: part for _, parts in PHASES for name, part in parts.items()}
