@@ -278,9 +278,10 @@ def row(name: str, precision_name: str, who: str, *, small: bool, block_s: float
   found = tf.config.list_physical_devices("GPU")
   given = (factories.auto(),) if who in OWN else ()
   run = CONTENDERS[who](model, precision, *given)  # type: ignore[operator]
-  run(2)
+  multiple = 16 if who == SEVERAL else 1
+  run(max(2, multiple))
   first_s = time.perf_counter() - began
-  step_s = timed(run, block_s, multiple=16 if who == SEVERAL else 1)
+  step_s = timed(run, block_s, multiple=multiple)
   kind = "CPU"
   if found:
     kind = tf.config.experimental.get_device_details(found[0]).get("device_name", "GPU")
@@ -296,10 +297,10 @@ def row(name: str, precision_name: str, who: str, *, small: bool, block_s: float
 
 def timed(run: Callable[[int], float], block_s: float, *, multiple: int = 1) -> float:
   """Returns the seconds of a step: the median of five blocks of about `block_s`, a `multiple`."""
-  run(3)
+  run(few := max(3, multiple))
   began = time.perf_counter()
-  run(3)
-  steps = max(2, round(block_s / ((time.perf_counter() - began) / 3)))
+  run(few)
+  steps = max(2, round(block_s / ((time.perf_counter() - began) / few)))
   steps += -steps % multiple
   seconds = []
   for _ in range(5):
