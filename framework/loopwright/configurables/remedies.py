@@ -144,6 +144,7 @@ def unreadable_line(where: str, read: str, message: str) -> ConfigError:
       f"{where}: cannot read {told!r}, a secret; write it in quotes, or write 'env:NAME'."
     )
   path = re.fullmatch(r"[^=]*=\s*([^\s'\"#@%,(){}\[\]]*/[^\s'\"#@%,(){}\[\]]*)", read)
+  path = path or re.fullmatch(r"[^=]*=\s*([A-Za-z][\w.]*-[\w.-]+)", read)
   if token := path or re.search(r"Failed to parse token '(.*)'", message):
     return ConfigError(
       f"{where}: {shown(token[1])} is not a value.{_value_hint(token[1], read, where)}"
@@ -165,7 +166,7 @@ def _value_hint(token: str, line: str, where: str) -> str:
   if "/" in token:
     return f" Quote a path ('{token}').{shell}"
   if not token.isidentifier():
-    return ""
+    return f" Quote a string ('{token}').{shell}" if "-" in token else ""
   kinds = f"write @{token} for a configurable, %{token} for a macro"
   return f" Quote a string ('{token}'); {kinds}.{shell}"
 

@@ -62,8 +62,8 @@ class IndexedSource(Source):
         raise ConfigError(
           f"data is {kind(data)}, which has no {method}; use {wrapping(data)}, or a class with it."
         )
-    if hasattr(data, "columns") or isinstance(data, Mapping):
-      raise ConfigError(f"data is {kind(data)}, read by names; use {wrapping(data)}.")
+    if hasattr(data, "columns") or isinstance(data, Mapping | str):
+      raise ConfigError(f"data is {kind(data)}, not examples by number; use {wrapping(data)}.")
     self.num_examples = len(data)
     if not self.num_examples:
       raise ConfigError(f"data, {kind(data)}, has no examples; it must have at least one.")

@@ -289,6 +289,10 @@ def wrapping(data: Any) -> str:
     return "ArraySource(features={'x': x, 'y': y})"
   if hasattr(data, "iloc"):
     return "ArraySource(features=dict(frame))"
+  if hasattr(data, "to_table"):  # of Arrow
+    return "ArraySource(features=dict(dataset.to_table().to_pandas()))"
+  if hasattr(data, "to_pandas") and not hasattr(data, "with_format"):
+    return "ArraySource(features=dict(table.to_pandas()))"
   if isinstance(data, Mapping):
     splits = any(hasattr(each, "column_names") for each in data.values())  # of Hugging Face
     return "IndexedSource(data=splits[split])" if splits else "ArraySource(features=...)"

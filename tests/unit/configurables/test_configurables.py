@@ -704,6 +704,7 @@ def test_what_gin_configures_in_place_counts_as_used():
     ("run.rates = [1,", "cannot read 'run.rates = [1,': a bracket or a quote is never closed."),
     ("run.eager = true", "'true' is not a value. Write True."),
     ("run.seed = fifty", "'fifty' is not a value. It must be int."),
+    ("run.names = CartPole-v1", "'CartPole-v1' is not a value. Quote a string ('CartPole-v1')."),
     ("run.compile_cache = /a/b", "'/a/b' is not a value. Quote a path ('/a/b')."),
     (
       "run.names = [mixed]",

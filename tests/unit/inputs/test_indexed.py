@@ -130,8 +130,9 @@ def test_mistakes_of_the_first_example(items, message):
 def test_mistakes_of_what_is_given():
   with one_line_error("data is a dict_keys, which has no __getitem__"):
     IndexedSource(data={}.keys())
-  with one_line_error(r"data is a dict, read by names; use ArraySource\(features=...\)"):
-    IndexedSource(data={"x": [1]})
+  for data in ({"x": [1]}, "data.parquet"):
+    with one_line_error(r"data is a .*, not examples by number; use ArraySource\(features=...\)"):
+      IndexedSource(data=data)
   with one_line_error("threads is 0; it must be a whole number of at least 1"):
     IndexedSource(data=Listed([{"x": 1}]), threads=0)
 

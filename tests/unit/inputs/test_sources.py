@@ -7,6 +7,7 @@ import resource
 import struct
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import tensorflow as tf
 import toys
@@ -358,6 +359,8 @@ def having(*names):
     (np.ones(2), "ArraySource(features={'x': x, 'y': y})"),
     (having("iloc", "__getitem__", "__len__", "shape"), "ArraySource(features=dict(frame))"),
     ({"x": np.ones(2)}, "ArraySource(features=...)"),
+    (pa.table({"x": [1]}), "ArraySource(features=dict(table.to_pandas()))"),
+    (having("to_table"), "ArraySource(features=dict(dataset.to_table().to_pandas()))"),
     ({"train": having("column_names")}, "IndexedSource(data=splits[split])"),
     (having("batch_sampler", "__iter__", "__len__"), "IndexedSource(data=loader.dataset)"),
     (having("shape", "__getitem__", "__len__", "__iter__"), "IndexedSource(data=...)"),
