@@ -205,12 +205,20 @@ class SoftActorCritic(Task):
         "SoftActorCritic needs gymnasium, which is not installed; pip install 'loopwright[rl]'."
       ) from None
     try:
-      return gymnasium.make(self._name)
+      made = gymnasium.make(self._name)
     except gymnasium.error.Error as error:
       raise ConfigError(
         f"SoftActorCritic.environment is {self._name!r}: {error} Give a name that gymnasium knows, "
         "such as 'Pendulum-v1'."
       ) from error
+    seen, acts = made.observation_space, made.action_space
+    bounds = np.array([getattr(acts, "low", np.nan), getattr(acts, "high", np.nan)])
+    if len(seen.shape or ()) != 1 or not np.isfinite(bounds).all() or bounds.ndim != 2:
+      raise ConfigError(
+        f"SoftActorCritic.environment is {self._name!r}, which observes {seen} and acts by {acts}; "
+        "both must be vectors, the actions bounded, as those of 'Pendulum-v1'."
+      )
+    return made
 
   def _critic(self) -> keras.Model:
     return _network(self._observations + self._actions, self._units, 1)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from runs import make_evaluator
 
 from loopwright.actions.base import Action
+from loopwright.errors import ConfigError
 from loopwright.graphs import randomness
 from loopwright.inputs import datasets
 from loopwright.inputs.replay import Draws
@@ -175,3 +176,16 @@ def test_a_resumed_run_goes_on_with_the_same_experience_whatever_its_loops(tmp_p
     "save_counter/.ATTRIBUTES/VARIABLE_VALUE",
   }:
     assert np.array_equal(first.get_tensor(name), second.get_tensor(name)), name
+
+
+@pytest.mark.parametrize(
+  ("name", "line"),
+  [
+    ("CartPole-v1", r"acts by Discrete\(2\); both must be vectors, the actions bounded"),
+    ("FrozenLake-v1", r"observes Discrete\(16\) and acts by Discrete\(4\); both must be vectors"),
+    ("Nothing-v1", "Give a name that gymnasium knows, such as 'Pendulum-v1'"),
+  ],
+)
+def test_environments_that_it_cannot_play_are_one_line(name, line):
+  with pytest.raises(ConfigError, match=line):
+    SoftActorCritic(environment=name).build_model()
