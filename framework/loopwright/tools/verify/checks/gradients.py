@@ -123,6 +123,7 @@ def check(subject: Subject) -> list[Result]:
 def _verdicts(here: Bench, seen: GradientNotes, foreign: dict[str, str]) -> list[Result]:
   """Returns what is wrong with some variables, with a line of the first of them."""
   places = seen.places
+  owners = source_lines.method(here.task, "variables_of", "build_model")
   without = [name for name, norm in seen.norms.items() if norm < 0]
   without.sort(key=lambda name: name not in seen.ends)  # whose line is that of an operation
   still = [n for n, norm in seen.norms.items() if norm == 0 and n not in seen.not_finite]
@@ -131,7 +132,7 @@ def _verdicts(here: Bench, seen: GradientNotes, foreign: dict[str, str]) -> list
   verdicts = (
     ("every variable is in the model", "variable outside the model", foreign, "no other is made"),
     ("every variable has an optimizer", "variable that no optimizer updates",
-     {name: places.get(name, "") for name in _unowned(here)}, count),
+     dict.fromkeys(_unowned(here), owners), count),
     ("what is frozen stays as it is", "frozen variable that moves", seen.held, count),
     ("every variable has a gradient", "variable without gradient",
      {name: seen.ends.get(name) or places.get(name, "") for name in without}, count),
