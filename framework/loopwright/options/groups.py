@@ -82,7 +82,7 @@ def taking(
       if args or not required <= given.keys():
         told = f"{function.__name__}() takes its arguments by name and needs "
         raise ConfigError(told + ", ".join(f"{name}=..." for name in sorted(required)) + ".")
-      return function(options(**given))
+      return function(options(*args, **given))
 
     declaration.take(call, options)
     return call
