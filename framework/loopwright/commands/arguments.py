@@ -14,8 +14,7 @@ from typing import NamedTuple
 from loopwright import registry
 from loopwright.commands import shipped
 from loopwright.commands.parser import Parser
-from loopwright.errors import UsageError, suggest, unknown
-from loopwright.options import words
+from loopwright.errors import UsageError
 from loopwright.options.modes import LAUNCH_MODES, MODES, TRAINING_MODES
 
 LOCAL_FLAGS = ("local_workers", "local_ps", "max_restarts")
@@ -173,11 +172,17 @@ def parse(argv: Sequence[str]) -> Parsed:
   command, rest = "", argv[1:]
   if rest and not rest[0].startswith("-"):
     command, rest = rest[0], rest[1:]
-    _require_command(command)
+    if command not in COMMANDS and command not in commands():
+      from loopwright.commands import refusals
+
+      raise refusals.of_command(command, [*commands()])
   parser, of = parser_of(command), known(command)
   values, arguments = parser.parse(rest)
   for word in arguments:
-    _require_no_flag(word, command, parser)
+    if re.match("--?[A-Za-z]", word):
+      from loopwright.commands import refusals
+
+      raise refusals.of_flag(word, command, parser.names, COMMANDS, _OF_MODES)
   if of.modes and not (values.help or getattr(values, "version", False)):
     _add_config(command, values, arguments)
     arguments = []
@@ -245,42 +250,6 @@ def as_flags(values: argparse.Namespace) -> list[str]:
       items = value if isinstance(value, list) else [value]
       found += [f"--{name}" if item is True else f"--{name}={item}" for item in items]
   return found
-
-
-def _require_command(name: str) -> None:
-  if name in COMMANDS or name in commands():
-    return
-  if name.endswith(".gin") or name in shipped.names():
-    raise UsageError(
-      f"unexpected argument {name!r}; write a command before it, such as `train {name}`, or a gin "
-      f"file as --gin_file={name}"
-    )
-  if name in words.COMMANDS:
-    raise UsageError(f"there is no command {name!r}; {words.COMMANDS[name]}")
-  raise unknown("command", name, commands())
-
-
-def _require_no_flag(word: str, command: str, parser: Parser) -> None:
-  """Raises a UsageError for a word that is a flag, but not of this command."""
-  found = re.match(r"--?([A-Za-z][\w-]*)", word)
-  if not found:
-    return
-  name = found[1].replace("-", "_")
-  others = [
-    other
-    for other, each in COMMANDS.items()
-    if each.modes and {*each.modes} & {*_OF_MODES.get(name, ())} and command
-  ]
-  hint = "bindings have no dashes, as in keras.Adam.learning_rate=0.01"
-  if others:
-    told = f"`{command}` has no flag --{name}, but {', '.join(f'`{each}`' for each in others)}"
-    raise UsageError(f"{told}; {hint}")
-  if name in words.BINDINGS:
-    raise UsageError(f"there is no flag --{name}; write a binding: {words.BINDINGS[name]}")
-  if name in words.FLAGS:
-    raise UsageError(f"there is no flag --{name}; {words.FLAGS[name]}")
-  near = suggest(f"--{name}", [f"--{n}" for n in parser.names])
-  raise UsageError(f"unknown flag --{name}.{near}" if near else f"unknown flag --{name}; {hint}")
 
 
 def _add_config(command: str, values: argparse.Namespace, arguments: Sequence[str]) -> None:

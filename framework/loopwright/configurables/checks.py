@@ -19,7 +19,6 @@ from loopwright.configurables.values import (
 )
 from loopwright.errors import ConfigError, shown, suggest
 from loopwright.host import redaction
-from loopwright.options import words
 from loopwright.options.declaration import declared, either_of, require
 
 EXAMPLES = {
@@ -173,8 +172,9 @@ def _check_parameter(name: str, parameter: str) -> None:
       return
     known = sorted(inherited)
   if parameter not in known:
-    last = (meant := words.option(parameter)).rpartition(".")[2]
-    meant = last if last in known else meant
+    from loopwright.options import words
+
+    meant = words.option(parameter, known)
     hint = f" Did you mean {meant!r}?" if meant else suggest(parameter, known)
     hint = hint or f" It must be one of {', '.join(known) or 'none'}."
     raise ConfigError(f"{name} has no parameter {parameter!r}.{hint}")

@@ -25,7 +25,6 @@ from loopwright.configurables.values import (
 )
 from loopwright.errors import ConfigError, shown, suggest
 from loopwright.host import modules, redaction
-from loopwright.options import words
 
 INSTEAD: Mapping[str, str] = {
   "LossScaleOptimizer": "Write `Trainer.loss_scale = @dynamic`, which looks at all replicas.",
@@ -84,6 +83,8 @@ def _remedy(value: Any, annotation: Any) -> str:
 def unused(binding: Binding, graph: Graph) -> ConfigError:
   """Returns the error for a binding that nothing uses."""
   if binding.name == MACRO:
+    from loopwright.options import words
+
     names = {
       f"{use.name}.{parameter}" for use in graph.uses for parameter in table.parameters(use.name)
     }

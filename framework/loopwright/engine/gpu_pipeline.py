@@ -60,6 +60,21 @@ class Ahead:
     batch = sum(math.prod(spec.shape) * spec.dtype.size for spec in specs.values())
     self._at_once = max(2, min(STEPS, BYTES // max(batch * steps, 1)))
 
+  def run_each(
+    self,
+    step: Callable[[Given, tf.Tensor], tf.Tensor],
+    number_of: Callable[[tf.Tensor], contextlib.AbstractContextManager[tf.Tensor]],
+    steps: tf.Tensor,
+  ) -> None:
+    """Calls `step(given, number)` so many times, as `run` does; `number_of`: (steps done)."""
+
+    @contextlib.contextmanager
+    def words(done: tf.Tensor) -> Iterator[Words]:
+      with number_of(done) as number:
+        yield [number, done]
+
+    self.run(lambda given, words: step(given, words[0]), words, steps)
+
   def run(
     self,
     step: Callable[[Given, Words], tf.Tensor],

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 
 from loopwright.distribution.placement import Placement
-from loopwright.engine import gpu_pipeline
 from loopwright.graphs import operations as graphs
 from loopwright.graphs import xla
 from loopwright.graphs.aliases import Batch, PerReplica
 
 if TYPE_CHECKING:
+  from loopwright.engine import gpu_pipeline
   from loopwright.engine.step_parts import InputWait, StepParts
   from loopwright.trainer import Trainer
 
@@ -105,6 +105,8 @@ class Several:
     def read(words: list[tf.Tensor]) -> Batch:
       return self._wait.measured(lambda: self._read(words[0]))[0]
 
+    from loopwright.engine import gpu_pipeline
+
     specs = self._iterator.element_spec
     gpu_pipeline.Ahead(read, specs, self._place, self._at_once).run(program, words, steps)
 
@@ -121,7 +123,7 @@ class Several:
 
       return tf.while_loop(lambda number: number < count, one, (tf.constant(0),))[0] > 0
 
-    made, why = xla.programs_if_possible(loop, kind=self._place.device_kind)
+    made, why = xla.if_possible(loop, kind=self._place.device_kind)
     self._parts.left_out[f"{self._at_once} steps"] = why
     return made
 

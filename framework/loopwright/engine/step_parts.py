@@ -97,8 +97,8 @@ class StepParts:
       self.left_out[part] = ""
       return xla.program(function)
     kind, instead = placement.here().device_kind, getattr(given, "instead", None)
-    made, self.left_out[part] = xla.if_possible(function, kind=kind, instead=instead)
-    return made
+    made, self.left_out[part] = xla.if_possible(function, kind=kind)
+    return made(instead)
 
   def saved(self) -> dict[str, Any]:
     """Returns name -> object: what a checkpoint has of them (host)."""
@@ -227,15 +227,9 @@ class StepNumbers:
       return False
     from loopwright.engine import gpu_pipeline
 
-    ahead = gpu_pipeline.of(iterator, self._parts, wait, self._place)
-    if ahead:
-      ahead.run(lambda given, words: step(given, words[0]), self._words, steps)
+    if ahead := gpu_pipeline.of(iterator, self._parts, wait, self._place):
+      ahead.run_each(step, self.of, steps)
     return ahead is not None
-
-  @contextlib.contextmanager
-  def _words(self, done: tf.Tensor) -> Iterator[list[Any]]:
-    with self.of(done) as number:
-      yield [number, done]
 
 
 class InputWait:

@@ -43,24 +43,13 @@ def program(function: Callable[[], T]) -> Callable[[], T]:
 
 
 def if_possible(
-  function: Callable[[], T], *, kind: str, instead: Instead = None
-) -> tuple[Callable[[], T], str]:
-  """Returns a function without arguments as one program, and "" (under trace).
-
-  If XLA cannot compile it, returns the function as it is, traced, and why not; see `obstacle`.
-
-  Args:
-    kind: of its device, "GPU" or "CPU".
-    instead: returns, in the program, id of a tensor that it uses -> what it takes instead.
-  """
-  made, why = programs_if_possible(function, kind=kind)
-  return made(instead), why
-
-
-def programs_if_possible(
   function: Callable[[], T], *, kind: str
 ) -> tuple[Callable[[Instead], Callable[[], T]], str]:
-  """Returns what makes programs of one trace of a function, as `if_possible` (under trace)."""
+  """Returns what makes programs of one trace of a function without arguments, and "" (under trace).
+
+  Its argument returns, in the program, id of a tensor that it uses -> what it takes instead. If XLA
+  cannot compile it for a `kind`, "GPU" or "CPU", it is called as it is, and the text is why not.
+  """
   with _tracing_for(kind):
     traced = _traced(function)
   if why := obstacle(traced.graph, kind=kind):

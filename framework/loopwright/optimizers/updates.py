@@ -89,10 +89,6 @@ class _Assignment(NamedTuple):
   name: str
 
 
-def _if_due(copy: tf.Variable, value: tf.Tensor, due: tf.Tensor) -> tf.Tensor:
-  return tf.where(due, value, copy)
-
-
 class Assignments:
   """The assignments of a step, which all take effect at its end; see `Step.assign`."""
 
@@ -144,7 +140,12 @@ class Assignments:
 
         if place.on_gpus:  # where the host would wait for the condition of a branch
           for index in group:
-            replica_state.assign_result(strategy, targets[index], _if_due, (values[index], flag))
+            replica_state.assign_result(
+              strategy,
+              targets[index],
+              lambda copy, *given: tf.where(*given, copy),
+              (flag, values[index]),
+            )
         else:
           place.update_if(strategy.experimental_local_results(flag)[0], assign_group)
 

@@ -76,12 +76,11 @@ def taking(
     def call(*args: Parameters.args, **given: Parameters.kwargs) -> Result:
       for name in given.keys() - names_of(options):
         raise not_taken(function.__name__, name, "see docs/options.md.", names_of(options))
-      required = {
-        n for n, p in inspect.signature(options).parameters.items() if p.default is p.empty
-      }
-      if args or not required <= given.keys():
+      parameters = inspect.signature(options).parameters.values()
+      needed = sorted(each.name for each in parameters if each.default is each.empty)
+      if args or not given.keys() >= {*needed}:
         told = f"{function.__name__}() takes its arguments by name and needs "
-        raise ConfigError(told + ", ".join(f"{name}=..." for name in sorted(required)) + ".")
+        raise ConfigError(told + ", ".join(f"{name}=..." for name in needed) + ".")
       return function(options(*args, **given))
 
     declaration.take(call, options)

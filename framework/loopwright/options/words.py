@@ -1,4 +1,6 @@
-"""What Keras, Lightning, PyTorch and transformers call it -> what it is here. Imports nothing."""
+"""What Keras, Lightning, PyTorch and transformers call it -> what it is here."""
+
+from collections.abc import Container
 
 
 def _read(text: str) -> dict[str, str]:
@@ -56,6 +58,15 @@ METHODS = _read("""
 """Methods of Lightning's modules -> what a task has."""
 
 
-def option(word: str) -> str:
-  """Returns the option that a config has for a word, or ""."""
-  return BINDINGS.get(word, "").partition("=")[0].strip('"')
+def option(word: str, known: Container[str] = ()) -> str:
+  """Returns the option that a config has for a word, or "", of `known` ones by its last part."""
+  meant = BINDINGS.get(word, "").partition("=")[0].strip('"')
+  last = meant.rpartition(".")[2]
+  return last if last in known else meant
+
+
+def of_methods(kind: type) -> list[str]:
+  """Returns what to say of methods of a task's class that the loop does not call."""
+  told = "{}.{} is not called by the loop; what a task has is {}."
+  found = METHODS.keys() & {*dir(kind)}
+  return [told.format(kind.__name__, name, METHODS[name]) for name in sorted(found)]

@@ -30,7 +30,6 @@ from loopwright.inputs.sources import eval_sets, of_one_shape
 from loopwright.models import models
 from loopwright.observers import Observer, Reading
 from loopwright.optimizers.adapters import Optimizers
-from loopwright.options import words
 from loopwright.options.groups import Evaluation, Gpus, Numerics
 from loopwright.task import Task, preprocess_of
 from loopwright.trainer import Trainer
@@ -155,9 +154,11 @@ def made_task(task: Task | Callable[[], Task]) -> Task:
       f"run.task is a {type(made).__name__}; it must be a loopwright.Task: subclass Task, and "
       f"write {remedy}."
     )
-  for name in words.METHODS.keys() & {*dir(type(made))}:
-    told = "%s.%s is not called by the loop; what a task has is %s."
-    logging.warning(told, type(made).__name__, name, words.METHODS[name])
+  if hasattr(type(made), "training_step"):
+    from loopwright.options import words
+
+    for line in words.of_methods(type(made)):
+      logging.warning("%s", line)
   return made
 
 
