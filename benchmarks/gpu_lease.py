@@ -253,9 +253,8 @@ def configured(name: str) -> Callable[[Lease], str]:
 
   def trained(lease: Lease) -> str:
     steps = 4 if lease.small else 100
-    command = [sys.executable, "launch.py", "train", *CONFIGS[name], f"run.train_steps={steps}"]
-    command += [f"run.steps_per_loop={steps // 4}", "run.eval_steps=1"]
-    command += [f"--model_dir={lease.out / name}"]
+    command = [*TRAIN[:-1], *CONFIGS[name], f"run.train_steps={steps}", "run.eval_steps=1"]
+    command += [f"run.steps_per_loop={steps // 4}", f"--model_dir={lease.out / name}"]
     return lease.run(name, command, limit_s=100, **GROW).strip().splitlines()[-1]
 
   return trained

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,28 +132,24 @@ REASONS = {
 """What the line says of an optimizer that is refused in every way; of others, that it is legacy."""
 
 
-def entries_of(row: str) -> list[Entry]:
-  """Returns what a row of the page says: | `call`; `call` | equal | refused | ..."""
+def entries_of(row: str) -> Iterator[Entry]:
+  """Yields what a row of the page says: | `call`; `call` | equal | refused | ..."""
   calls, *cells = (cell.strip(" `") for cell in row.strip("| ").split(" | "))
-  return [entry_of(call, cells) for call in calls.split("`; `")]
-
-
-def entry_of(call: str, cells: Sequence[str]) -> Entry:
-  """Returns what the page says of a call."""
   refuses = tuple(way for way, cell in zip(WAYS, cells, strict=True) if cell == "refused")
-  made: Any = ast.parse(call, mode="eval").body
-  groups: dict[str, Any] = {}
-  if ast.unparse(made.func) == "grouped":
-    made, groups = made.args[0], ast.literal_eval(made.args[1])
-  library, _, name = ast.unparse(made.func).rpartition("keras.")
-  arguments = {each.arg: ast.literal_eval(each.value) for each in made.keywords}
-  if len(refuses) < len(WAYS):
-    return Entry(f"{library}keras", name, arguments, refuses=refuses, groups=groups)
-  return Entry(f"{library}keras", name, arguments, refused=REASONS.get(name, "that is not legacy"))
+  for call in calls.split("`; `"):
+    made: Any = ast.parse(call, mode="eval").body
+    groups: dict[str, Any] = {}
+    if ast.unparse(made.func) == "grouped":
+      made, groups = made.args[0], ast.literal_eval(made.args[1])
+    library, _, name = ast.unparse(made.func).rpartition("keras.")
+    arguments = {each.arg: ast.literal_eval(each.value) for each in made.keywords}
+    some = {"refused": REASONS.get(name, "that is not legacy")}
+    if len(refuses) < len(WAYS):
+      some = {"refuses": refuses, "groups": groups}
+    yield Entry(f"{library}keras", name, arguments, **some)
 
 
-MARK = "| optimizer |"
-ROWS_OF_PAGE = PAGE.read_text().partition(MARK)[2].splitlines()[2:]
+ROWS_OF_PAGE = PAGE.read_text().partition("| optimizer |")[2].splitlines()[2:]
 ENTRIES = [entry for row in ROWS_OF_PAGE for entry in entries_of(row)]
 
 
