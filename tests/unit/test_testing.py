@@ -35,7 +35,7 @@ def test_a_single_check_can_be_asserted():
 
 def test_options_reach_the_trainer():
   results = testing.check(Small, groups=("order",), clip_norm=0.5)
-  assert "clip (norm 0.5)" in testing.found(results, "pipeline of the step").detail
+  assert "clip (0.5)" in testing.found(results, "pipeline of the step").detail
 
 
 GIN = """
@@ -54,7 +54,7 @@ def test_a_gin_file_says_all(tmp_path):
   file.write_text(GIN)
   configurables.register(Small)
   results = testing.check(file, groups=("order",), gin_params=["Trainer.clip_norm = 0.25"])
-  assert "clip (norm 0.25)" in testing.found(results, "pipeline of the step").detail
+  assert "clip (0.25)" in testing.found(results, "pipeline of the step").detail
   with pytest.raises(ConfigError, match=r"received both '.*small.gin' and clip_norm; the gin file"):
     testing.check(file, clip_norm=0.5)
   with pytest.raises(ConfigError, match="gin_params belong to a gin file"):

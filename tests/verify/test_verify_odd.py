@@ -18,7 +18,9 @@ from loopwright.tools.verify.checks import (
 GROUPS = ("replicas", "order", "gradients", "randomness", "learning")
 
 
-@pytest.mark.parametrize("name", ["Evolution", "Surrogate", "OldSurrogate", "Collected"])
+@pytest.mark.parametrize("name", [
+  "Evolution", "EvolutionWithoutScale", "ScoreMatching", "Surrogate", "OldSurrogate", "Collected",
+])  # fmt: skip
 @pytest.mark.fast(name=["Evolution"])
 def test_a_right_objective(name):
   results = verify.verify(small.subject(getattr(odd, name)), groups=GROUPS).results

@@ -500,23 +500,23 @@ class OfTheLibrary(lw.Task):
   def touch(self): add()
 """
 MINE = """
-import loopwright as lw, planted
-from planted import Kept, add
+import loopwright as lw, elsewhere_made
+from elsewhere_made import Kept, add
 class Mine(lw.Task):
-  def touch(self): return add(), planted.add(), Kept
+  def touch(self): return add(), elsewhere_made.add(), Kept
 """
 
 
 def test_globals_of_a_library_are_looked_through_for_its_own_tasks_alone(tmp_path, monkeypatch):
   """One function leads to all that a library has loaded: here, in an assertion, to pytest's."""
   (tmp_path / "site-packages").mkdir()
-  (tmp_path / "site-packages" / "planted.py").write_text(LIBRARY)
+  (tmp_path / "site-packages" / "elsewhere_made.py").write_text(LIBRARY)
   (tmp_path / "mine.py").write_text(MINE)
   for folder in (tmp_path, tmp_path / "site-packages"):
     monkeypatch.syspath_prepend(folder)
-  planted, mine = map(importlib.import_module, ("planted", "mine"))
-  tasks = mine.Mine(), planted.OfTheLibrary()
-  found = [[p.name for p in reachable(task) if p.variable is planted.COUNT] for task in tasks]
+  elsewhere_made, mine = map(importlib.import_module, ("elsewhere_made", "mine"))
+  tasks = mine.Mine(), elsewhere_made.OfTheLibrary()
+  found = [[p.name for p in reachable(task) if p.variable is elsewhere_made.COUNT] for task in tasks]
   assert found == [[], ["touch.<global add>.<global COUNT>"]]
 
 

@@ -124,7 +124,7 @@ def _verdicts(here: Bench, seen: GradientNotes, foreign: dict[str, str]) -> list
   """Returns what is wrong with some variables, with a line of the first of them."""
   places = seen.places
   owners = source_lines.method(here.task, "variables_of", "build_model")
-  without = [name for name, norm in seen.norms.items() if norm < 0]
+  without = [n for n, norm in seen.norms.items() if norm < 0 and not _moves_no_slope(n, seen)]
   without.sort(key=lambda name: name not in seen.ends)  # whose line is that of an operation
   still = [n for n, norm in seen.norms.items() if norm == 0 and n not in seen.not_finite]
   count = _variables(len(seen.norms))
@@ -147,6 +147,11 @@ def _verdicts(here: Bench, seen: GradientNotes, foreign: dict[str, str]) -> list
     told = moves.named(list(wrong))
     results.append(GROUP.failed(name, told, cause, place) if wrong else GROUP.passed(name, detail))
   return results
+
+
+def _moves_no_slope(name: str, seen: GradientNotes) -> bool:
+  """Whether it is a bias beside a kernel with a gradient: the loss has derivatives of outputs."""
+  return name.endswith("/bias") and seen.norms.get(f"{name[:-4]}kernel", 0.0) > 0
 
 
 def look(

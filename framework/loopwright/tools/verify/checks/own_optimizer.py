@@ -49,13 +49,7 @@ class Steps(NamedTuple):
 def same_with_options(of: Comparison, *, alike: bool) -> Iterator[Result]:
   """Checks several steps with all options on; only the overflow if bare updates are not alike."""
   options = _options(of)
-  try:
-    steps = run(of, options)
-  except ValueError:
-    if of.subject.accumulation_steps > 1:
-      raise
-    options.pop("accumulation_steps", None)  # the task splits the batch itself
-    steps = run(of, options)
+  steps = _run_without_some(of, options)
   if not alike:
     yield GROUP.skipped(SAME, "a single step differs; fix that first")
   elif steps.apart.worst > AFTER_STEPS:
@@ -86,6 +80,20 @@ def _options(of: Comparison) -> dict[str, Any]:
   if micro > 1 or not of.coupled():
     options["accumulation_steps"] = max(micro, 2)
   return options
+
+
+def _run_without_some(of: Comparison, options: dict[str, Any]) -> Steps:
+  """Leaves out of `options` those that the task refuses, unless the config has them."""
+  wanted = {
+    "accumulation_steps": of.subject.accumulation_steps > 1,  # the task splits the batch itself
+    "loss_scale": of.alone.trainer.parts.loss_scale.factor() is not None,  # of its own gradients
+  }
+  for name in (name for name in wanted if name in options and not wanted[name]):
+    try:
+      return run(of, options)
+    except ValueError:
+      del options[name]
+  return run(of, options)
 
 
 def run(of: Comparison, options: Mapping[str, Any]) -> Steps:
