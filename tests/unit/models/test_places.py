@@ -516,7 +516,9 @@ def test_globals_of_a_library_are_looked_through_for_its_own_tasks_alone(tmp_pat
     monkeypatch.syspath_prepend(folder)
   elsewhere_made, mine = map(importlib.import_module, ("elsewhere_made", "mine"))
   tasks = mine.Mine(), elsewhere_made.OfTheLibrary()
-  found = [[p.name for p in reachable(task) if p.variable is elsewhere_made.COUNT] for task in tasks]
+  found = [
+    [p.name for p in reachable(task) if p.variable is elsewhere_made.COUNT] for task in tasks
+  ]
   assert found == [[], ["touch.<global add>.<global COUNT>"]]
 
 

@@ -116,10 +116,10 @@ class OnMesh:
       self._here.loss_in(steps["full batch"].metrics) for steps in (outcomes, of.reference)
     )
     cause = self._explain(outcomes)
-    if np.isclose(one, other, rtol=1e-4):
-      place = source_lines.method(self.task, "train_step")
-    else:
-      place = of.loss_place() if cause != known.UNKNOWN else ""
+    right_loss = np.isclose(one, other, rtol=1e-4)
+    place = source_lines.method(self.task, "train_step") if right_loss else ""
+    if not place and cause != known.UNKNOWN:
+      place = of.loss_place()
     return GROUP.failed(UPDATE, worst.detail, cause, place)
 
   def _both(self, **options: Any) -> list[Bench]:
