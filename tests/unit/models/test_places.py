@@ -500,24 +500,24 @@ class OfTheLibrary(lw.Task):
   def touch(self): add()
 """
 MINE = """
-import loopwright as lw, elsewhere_made
-from elsewhere_made import Kept, add
+import loopwright as lw, of_others
+from of_others import Kept, add
 class Mine(lw.Task):
-  def touch(self): return add(), elsewhere_made.add(), Kept
+  def touch(self): return add(), of_others.add(), Kept
 """
 
 
 def test_globals_of_a_library_are_looked_through_for_its_own_tasks_alone(tmp_path, monkeypatch):
   """One function leads to all that a library has loaded: here, in an assertion, to pytest's."""
   (tmp_path / "site-packages").mkdir()
-  (tmp_path / "site-packages" / "elsewhere_made.py").write_text(LIBRARY)
+  (tmp_path / "site-packages" / "of_others.py").write_text(LIBRARY)
   (tmp_path / "mine.py").write_text(MINE)
   for folder in (tmp_path, tmp_path / "site-packages"):
     monkeypatch.syspath_prepend(folder)
-  elsewhere_made, mine = map(importlib.import_module, ("elsewhere_made", "mine"))
-  tasks = mine.Mine(), elsewhere_made.OfTheLibrary()
+  of_others, mine = map(importlib.import_module, ("of_others", "mine"))
+  tasks = mine.Mine(), of_others.OfTheLibrary()
   found = [
-    [p.name for p in reachable(task) if p.variable is elsewhere_made.COUNT] for task in tasks
+    [p.name for p in reachable(task) if p.variable is of_others.COUNT] for task in tasks
   ]
   assert found == [[], ["touch.<global add>.<global COUNT>"]]
 
