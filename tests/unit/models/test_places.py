@@ -516,9 +516,7 @@ def test_globals_of_a_library_are_looked_through_for_its_own_tasks_alone(tmp_pat
     monkeypatch.syspath_prepend(folder)
   of_others, mine = map(importlib.import_module, ("of_others", "mine"))
   tasks = mine.Mine(), of_others.OfTheLibrary()
-  found = [
-    [p.name for p in reachable(task) if p.variable is of_others.COUNT] for task in tasks
-  ]
+  found = [[p.name for p in reachable(task) if p.variable is of_others.COUNT] for task in tasks]
   assert found == [[], ["touch.<global add>.<global COUNT>"]]
 
 
