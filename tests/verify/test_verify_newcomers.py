@@ -12,6 +12,7 @@ from loopwright.tools import verify
 from loopwright.tools.verify.bench.comparison import Comparison
 from loopwright.tools.verify.checks import (
   compilation,
+  evaluation,
   gradients,
   inputs,
   learning,
@@ -40,6 +41,7 @@ def skipped(subject):
 CHECKS = {
   "replicas": on_two,
   "overflow": skipped,
+  "evaluation": evaluation.check,
   "inputs": inputs.check,
   "order": order.check,
   "gradients": gradients.check,
@@ -69,7 +71,7 @@ DEFECTS = {
   "FollowsFrozen": ("order", "average of what never changes", "step.assign"),
   "LeavesOutStatistics": ("gradients", "average that leaves out variables", "step.assign"),
   "DividedByReplicas": ("replicas", "loss scaled by the number of replicas", "num_replicas"),
-  "Broadcast": ("replicas", MIXED, "reduce_mean"),
+  "Broadcast": ("replicas evaluation", MIXED, "reduce_mean"),
   "Accumulated": ("replicas", "batch-norm statistics", "def build_model"),
   "OneOfThree": ("replicas order", "never reduced", "step.apply"),
   "ClippedByHand": ("replicas order", CLIPPED, "step.all_reduce"),
@@ -78,6 +80,7 @@ DEFECTS = {
   "LocalCondition": ("order", "a condition that differs between replicas", "when="),
   "LocalQueue": ("replicas order", STATE, "step.assign"),
   "LocalAverage": ("replicas order", STATE, "step.assign"),
+  "LocalCentre": ("replicas", STATE, "step.assign"),
   "PlainAssign": ("overflow", "state changed by a skipped step", '["average"].assign'),
   "MovesInSkipped": ("overflow", "state changed by a skipped step", "slow.assign"),
   "NoisyTeacher": ("gradients", "training mode of what is never trained", '"teacher"](batch'),

@@ -293,6 +293,22 @@ class LocalAverage(ActorCritic):
     step.assign(self.model["average"], 0.9 * self.model["average"] + 0.1 * mean)
 
 
+class LocalCentre(Small):
+  """The loss of the next step subtracts it, so padding counts, but in later steps alone."""
+
+  def build_model(self):
+    centre = tf.Variable(0.0, trainable=False, name="centre")
+    return {"network": network("network"), "centre": centre}
+
+  def forward(self, batch, training):
+    return self.model["network"](batch["x"], training=training)[:, 0] - self.model["centre"]
+
+  def train_step(self, step, batch):
+    super().train_step(step, batch)
+    mean = tf.reduce_mean(self.forward(batch, True))
+    step.assign(self.model["centre"], 0.9 * self.model["centre"] + 0.1 * mean)
+
+
 class PlainAssign(ActorCritic):
   """An average that a step which is skipped makes infinite."""
 

@@ -126,7 +126,9 @@ class Comparison:
     for of, told in (("rest", "as many rows"), ("others", "other contents in rows")):
       if wrong := different(self.in_large[of], self.in_small["rest"]):
         told = f"{self.small} examples with {told} of padding: {wrong[1]} without"
-        return self._failed(PADDED, told, "padding counts", wrong[0])
+        mixed = different(self.in_small["full"], self.in_large["full"])
+        cause = MIXED if mixed and not self.alone.gathers else "padding counts"
+        return self._failed(PADDED, told, cause, wrong[0])
     return GROUP.passed(PADDED, ", ".join(self.in_small["rest"]) or "no metric")
 
   def _order(self) -> Result:

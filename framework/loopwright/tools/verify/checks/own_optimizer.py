@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -48,19 +49,18 @@ class Steps(NamedTuple):
 
 def same_with_options(of: Comparison, *, alike: bool) -> Iterator[Result]:
   """Checks several steps with all options on; only the overflow if bare updates are not alike."""
-  options = _options(of)
-  steps = _run_without_some(of, options)
+  steps, names = _run_without_some(of, _options(of))
   if not alike:
     yield GROUP.skipped(SAME, "a single step differs; fix that first")
   elif steps.apart.worst > AFTER_STEPS:
     local = [call for call in of.calls if call.local and call.verb == "gradients"]
     found = (known.LOCAL_CONDITION, local[0].place) if local else order.wrong_update(of.calls)
-    told = f"with {', '.join(options)}: {steps.apart.detail}"
+    told = f"with {', '.join(names)}: {steps.apart.detail}"
     yield GROUP.failed(SAME, told, *(found or (known.UNKNOWN, "")))
     if local:
       return
   else:
-    told = f"own optimizer, {', '.join(options)}: relative difference {steps.apart.worst:.1e}"
+    told = f"own optimizer, {', '.join(names)}: relative difference {steps.apart.worst:.1e}"
     yield GROUP.passed(SAME, told)
     if steps.later:
       place = reads_replicas(of) or source_lines.method(of.task, "train_step", *LOSS)
@@ -82,18 +82,22 @@ def _options(of: Comparison) -> dict[str, Any]:
   return options
 
 
-def _run_without_some(of: Comparison, options: dict[str, Any]) -> Steps:
-  """Leaves out of `options` those that the task refuses, unless the config has them."""
+def _run_without_some(of: Comparison, options: Mapping[str, Any]) -> tuple[Steps, list[str]]:
+  """Returns the steps, and the options that they have had: without those that the task refuses.
+
+  Those of the config stay, and their refusal is raised.
+  """
   wanted = {
     "accumulation_steps": of.subject.accumulation_steps > 1,  # the task splits the batch itself
     "loss_scale": of.alone.trainer.parts.loss_scale.factor() is not None,  # of its own gradients
   }
-  for name in (name for name in wanted if name in options and not wanted[name]):
-    try:
-      return run(of, options)
-    except ValueError:
-      del options[name]
-  return run(of, options)
+  free = [name for name in wanted if name in options and not wanted[name]]
+  for left_out in ((), *((name,) for name in free)):
+    given = {name: value for name, value in options.items() if name not in left_out}
+    with contextlib.suppress(ValueError):
+      return run(of, given), [*given]
+  given = {name: value for name, value in options.items() if name not in free}
+  return run(of, given), [*given]
 
 
 def run(of: Comparison, options: Mapping[str, Any]) -> Steps:

@@ -46,6 +46,8 @@ def _padding(of: Comparison) -> Result:
   if normalised := [layer.name for layer in layer_calls.normalisations(of.task.model)]:
     why = f"{normalised[0]} normalises over all rows of a batch, padding included"
     return GROUP.skipped(PADDING, why)
+  if found.worst > of.tolerance and what == OTHER_CONTENTS and (kept := _kept(of)) is not None:
+    return GROUP.failed(PADDING, told, known.LOCAL_STATE, of.assigned_at(kept))
   if found.worst > of.tolerance and what == OTHER_CONTENTS and _mixes(of):
     of.blamed = cause, place = of.coupling()
     if any(call.verb == "all_gather" for call in of.calls):
@@ -58,6 +60,16 @@ def _padding(of: Comparison) -> Result:
   place = of.loss_place() if in_update else of.metric_place(found.metrics)
   of.blamed = (known.PADDING, place) if in_update else None
   return GROUP.failed(PADDING, told, known.PADDING, place)
+
+
+def _kept(of: Comparison) -> int | None:
+  """Returns the state by which padded rows change later steps, if they change no update."""
+  real = bench.masked(of.batch, np.arange(of.rows) < of.real)
+  one, other = of.on_one(real), of.on_one(of.cases["batch that does not divide"])
+  if not of.state or of.difference(one, other, without=of.state).worst > of.tolerance:
+    return None
+  found = of.difference(one, other, without=of.updated)
+  return found.first if found.worst > of.tolerance else None
 
 
 def _mixes(of: Comparison) -> bool:
