@@ -30,7 +30,6 @@ _STATEFUL_DRAWS = ("RandomStandardNormal", "RandomUniform", "RandomUniformInt", 
 """Operations that XLA has, but with other numbers in each process, whatever the seed."""
 AS_ONE = "as one program"
 _numbers = itertools.count()
-_ALWAYS = "Const"
 _LANES = 128
 _here = threading.local()
 Instead: TypeAlias = "Callable[[], Mapping[int, tf.Tensor]] | None"
@@ -45,10 +44,10 @@ def program(function: Callable[[], T]) -> Callable[[], T]:
 def if_possible(
   function: Callable[[], T], *, kind: str
 ) -> tuple[Callable[[Instead], Callable[[], T]], str]:
-  """Returns what makes programs of one trace of a function without arguments, and "" (under trace).
+  """Returns what makes programs of a function without arguments, and "" or why not (under trace).
 
-  Its argument returns, in the program, id of a tensor that it uses -> what it takes instead. If XLA
-  cannot compile it for a `kind`, "GPU" or "CPU", it is called as it is, and the text is why not.
+  It takes what returns, in a program, id of a tensor that it uses -> what it takes instead. Without
+  XLA for that `kind` of device, "GPU" or "CPU", the function is called as it is, traced once.
   """
   with _tracing_for(kind):
     traced = _traced(function)
@@ -123,7 +122,7 @@ def lacks_kernel(operation: tf.Operation, *, kind: str = "CPU") -> bool:
 @functools.cache
 def _kernels(operation: str, device: str) -> list[Any]:
   """Returns the constraints of the types of each kernel that XLA has for an operation."""
-  if operation != _ALWAYS and not _kernels(_ALWAYS, device):  # they come with the first function
+  if operation != "Const" and not _kernels("Const", device):  # they come with the first function
     with tf.init_scope():
       tf.function(lambda: tf.constant(0))()
     _kernels.cache_clear()
