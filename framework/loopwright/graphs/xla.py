@@ -73,9 +73,9 @@ def _tracing_for(kind: str) -> Iterator[None]:
     _here.kind = before
 
 
-def is_traced_for_cpus() -> bool:
-  """Whether what is traced here may become a program on a CPU."""
-  return getattr(_here, "kind", "") == "CPU"
+def traced_for() -> str:
+  """Returns "CPU" or "GPU" if what is traced here may become a program there, else ""."""
+  return getattr(_here, "kind", "")
 
 
 def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:

@@ -263,7 +263,7 @@ class Gradients(Sequence[Gradient]):
 
   def square(self) -> tf.Tensor:
     """Returns the square of the global L2 norm, a float32 scalar."""
-    if xla.is_traced_for_cpus():
+    if xla.traced_for() == "CPU":
       return tf.add_n([tf.cast(xla.sum_of_squares(_wide(g)), tf.float32) for g in self.tensors])
     halves = [tf.cast(tf.nn.l2_loss(_wide(g)), tf.float32) for g in self.tensors]
     return 2.0 * tf.add_n(halves)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from loopwright.distribution import placement
 from loopwright.errors import ConfigError
-from loopwright.graphs import branches
+from loopwright.graphs import branches, xla
 from loopwright.graphs.aliases import Gradient, PerReplica, TensorLike, Variable
 from loopwright.models import models, replica_state
 from loopwright.optimizers import kernels
@@ -138,7 +138,7 @@ class Assignments:
           for index in group:
             replica_state.assign(strategy, targets[index], values[index])
 
-        if place.on_gpus:  # where the host would wait for the condition of a branch
+        if xla.traced_for() == "GPU":  # where the host would wait for the condition of a branch
           for index in group:
             replica_state.assign_result(
               strategy,
