@@ -9,6 +9,7 @@ from runs import make_trainer
 
 from loopwright.distribution import placement
 from loopwright.engine import gpu_pipeline
+from loopwright.graphs import xla
 from loopwright.graphs.operations import operations
 from loopwright.optimizers import schedules
 from loopwright.strategies import local
@@ -93,13 +94,13 @@ class Slow(toys.Regression):
     step.assign(c, c + 3, when=step.number % 2 == 1)
 
 
-@pytest.mark.parametrize(("on_gpus", "branches"), [(True, 0), (False, 2)])
+@pytest.mark.parametrize(("traced_for", "branches"), [("GPU", 0), ("", 2)])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_assignments_take_no_branch_on_gpus_and_one_for_each_condition_elsewhere(
-  monkeypatch, mirrored, on_gpus, branches, replicas
+def test_assignments_take_no_branch_in_gpu_programs_and_one_for_each_condition_elsewhere(
+  monkeypatch, mirrored, traced_for, branches, replicas
 ):
   strategy = local.one_device(device="CPU:0") if replicas == 1 else mirrored(replicas)
-  monkeypatch.setattr(placement.Placement, "on_gpus", on_gpus)
+  monkeypatch.setattr(xla, "traced_for", lambda: traced_for)
   sgd = {"optimizer": lambda: keras.optimizers.SGD(0.1), "jit_compile": False}
   trainer = make_trainer(Slow(), strategy, batch=BATCH, **sgd)
   trainer.train(tf.constant(3))
